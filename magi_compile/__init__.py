@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     )
     from magi_compile.ops.attention import (
         AttnOutput,
-        AttnOutputWithMaxScores,
         flex_attention,
         flex_flash_attention,
     )
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttnOutput",
-    "AttnOutputWithMaxScores",
     "AttnSlice",
     "AttnSlices",
     "Explanation",
@@ -69,7 +67,6 @@ __all__ = [
 # Where each public name lives; resolved at first use, so that importing the package loads no kernel.
 _HOMES = {
     "AttnOutput": "ops.attention",
-    "AttnOutputWithMaxScores": "ops.attention",
     "AttnSlice": "masks",
     "AttnSlices": "masks",
     "Explanation": "lowering.explain",

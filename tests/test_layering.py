@@ -1,4 +1,4 @@
-"""The arrows go one way: masks -> score -> plan -> kernels -> ops -> lowering -> dtensor -> integrations."""
+"""The arrows go one way: functions -> masks -> score -> plan -> kernels -> ops -> lowering -> dtensor -> integrations."""
 
 import ast
 import subprocess
@@ -9,7 +9,22 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
 BENCH = PACKAGE.parent / "benchmarks" / "magi_bench"  # imports the package, and the package not it
-LAYERS = ["masks", "score", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
+LAYERS = [
+    "functions",
+    "masks",
+    "score",
+    "plan",
+    "kernels",
+    "ops",
+    "lowering",
+    "dtensor",
+    "integrations",
+]
+# The rooms and files of `masks/`, in which arrows go one way too.
+MASKS = [
+    *("arguments", "bits", "errors", "geometry", "normal_form", "slices"),
+    *("expr", "solver", "program", "evaluation", "library", "picture", "block_mask"),
+]
 # Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import; nobody imports the others.
 ASIDE = {"testing"}
 
@@ -40,6 +55,18 @@ def test_imports_only_from_the_left(path):
         assert layer not in ASIDE, f"{path} imports {name}"
         if layer in LAYERS:
             assert LAYERS.index(layer) <= own, f"{path} imports {name}, a layer to its right"
+
+
+def test_no_room_of_masks_imports_one_to_its_right():
+    masks = PACKAGE / "masks"
+    files = [path for path in masks.rglob("*.py") if path != masks / "__init__.py"]  # its face
+    for path in files:
+        own = MASKS.index(path.relative_to(masks).parts[0].removesuffix(".py"))
+        names = [name.split(".") for name in imported_modules(path)]
+        rooms = {
+            parts[2] for parts in names if parts[:2] == [PACKAGE.name, "masks"] and len(parts) > 2
+        }
+        assert all(MASKS.index(room) <= own for room in rooms), f"{path} imports {rooms}"
 
 
 @pytest.mark.parametrize("path", layered_files(), ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from typing_extensions import assert_type
 
 import magi_compile
-from magi_compile import AttnOutput, AttnOutputWithMaxScores, AttnSlices
+from magi_compile import AttnOutput, AttnSlices
 from magi_compile import create_block_mask, flex_attention
 from magi_compile import flex_flash_attention
 from magi_compile.dtensor import PlanTensors, SequencePlan, context_parallel_attention, plan
@@ -37,17 +37,15 @@ def attend(
     assert_type(with_aux, tuple[Tensor, AuxOutput])
     p.attention(q, k, v, return_lse=True, return_aux=AuxRequest())  # error: [call-overload]
     assert_type(context_parallel_attention(q, k, v, tensors, "cp"), AttnOutput)
-    across = context_parallel_attention(q, k, v, tensors, "cp", return_max_scores=True)
-    assert_type(across, AttnOutputWithMaxScores)
     named = library.document_causal([3, 4])
     assert_type(named.slices, AttnSlices)
-    assert_type(flex_flash_attention(q, k, v, named.slices), AttnOutput)
-    with_max_scores = flex_flash_attention(q, k, v, named.slices, return_max_scores=True)
-    assert_type(with_max_scores, AttnOutputWithMaxScores)
+    found = flex_flash_attention(q, k, v, named.slices, return_max_scores=True)
+    assert_type(found, AttnOutput)
+    assert_type(found.max_scores, Tensor | None)
     assert_type(create_block_mask(named.mask_mod, None, None, 7, 7), BlockMask)
     magi_compile.enable(strict=True, kernel=None)
     magi_compile.enable(sloppy=True)  # error: [call-arg]
-    flex_flash_attention(q, k, v, mask)  # error: [call-overload]
+    flex_flash_attention(q, k, v, mask)  # error: [arg-type]
     flex_attention(q, k, v, scale="large")  # error: [call-overload]
 """
 

@@ -281,8 +281,8 @@ bool has_failures() {
 
 struct Op {
     std::string name, fallback;
-    std::string arguments;   // a letter each: T tensor, O optional tensor, L list of tensors, l list of numbers, s str,
-                             // n number
+    std::string arguments;   // a letter each: T tensor, O optional tensor, L list of tensors, M optional list of tensors,
+                             // l list of numbers, s str, n number
     std::string results;     // T for each tensor, or L: a list of them
 };
 
@@ -314,8 +314,13 @@ public:
             switch (op_.arguments[i]) {
                 case 'T': torch.aoti_torch_delete_tensor_object(reinterpret_cast<Tensor>(stack_[i])); break;
                 case 'O':
+                case 'M':
                     if (Value* const boxed = reinterpret_cast<Value*>(stack_[i])) {
-                        torch.aoti_torch_delete_tensor_object(reinterpret_cast<Tensor>(*boxed));
+                        if (op_.arguments[i] == 'O') {
+                            torch.aoti_torch_delete_tensor_object(reinterpret_cast<Tensor>(*boxed));
+                        } else {
+                            torch.torch_delete_list(reinterpret_cast<List>(*boxed));
+                        }
                         if (torch.torch_delete_stable_ivalue != nullptr) {
                             torch.torch_delete_stable_ivalue(boxed);
                         } else {
@@ -344,6 +349,13 @@ private:
                 add_tensor(boxed == nullptr ? nullptr : reinterpret_cast<Tensor>(*boxed));
                 break;
             }
+            case 'M':
+                if (const Value* const boxed = reinterpret_cast<const Value*>(value)) {
+                    add_list(reinterpret_cast<List>(*boxed), true);
+                } else {
+                    add_tensor(nullptr);
+                }
+                break;
             case 'L':
             case 'l': add_list(reinterpret_cast<List>(value), letter == 'L'); break;
             case 's': add_text(reinterpret_cast<Text>(value)); break;

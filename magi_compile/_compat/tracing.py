@@ -113,26 +113,50 @@ def graph_of(
     *,
     functional: bool = False,
 ) -> torch.fx.GraphModule:
-    """The graph of PyTorch's operators that a function calls, for any values: of `indices[0]` int64 tensors without dimensions on
-    the device `indices[1]`, of tensors like `tensors`, and of `num_ints` ints. Where it is `functional`, operators that write only
-    do so at its end, to what the function was given."""
+    """The graph of PyTorch's operators that a function calls, for any values: of `indices[0]` int64 tensors without
+    dimensions on the device `indices[1]`, of tensors like `tensors`, with any symbolic sizes, and of `num_ints` ints. Where
+    it is `functional`, operators that write only do so at its end, to what the function was given.
+
+    Raises:
+        ValueError: the function does not do the same for all sizes.
+    """
+    from torch._guards import tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with without_fake_tensors():
+    with tracing(None), without_fake_tensors():
         environment = ShapeEnv()
         mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
         with mode:
             points = [
                 torch.empty((), dtype=torch.int64, device=indices[1]) for _ in range(indices[0])
             ]
-            like = [
-                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-                for x in tensors
-            ]
+            sizes: dict[Any, Any] = {}
+            like = [_of_other_sizes(x, sizes, environment) for x in tensors]
             ints = [environment.create_unbacked_symint() for _ in range(num_ints)]
         environment.pending_fresh_unbacked_symbols.clear()
         if functional:
             function = torch.func.functionalize(function, remove="mutations")
-        return make_fx(function, tracing_mode="fake")(*points, *like, *ints)
+        graph = make_fx(function, tracing_mode="fake")(*points, *like, *ints)
+        if environment.guards:
+            raise ValueError("the function does not do the same for all sizes")
+        return graph
+
+
+def _of_other_sizes(x: Tensor, sizes: dict[Any, Any], environment: Any) -> Tensor:
+    """A tensor like `x`, in place of whose symbolic sizes are those of `sizes`, which are new in `environment`."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    if all(isinstance(size, int) for size in x.shape):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    shape: list[Any] = []
+    for size in x.shape:
+        key = size if isinstance(size, int) else size.node.expr
+        if key is not size and key not in sizes:
+            hint, source = without_symbols(size, None), ConstantSource(f"n{len(sizes)}")
+            symbol = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            sizes[key] = environment.create_symintnode(symbol, hint=hint, source=source)
+        shape.append(sizes.get(key, key))
+    return torch.empty(shape, dtype=x.dtype, device=x.device)

@@ -42,6 +42,7 @@ class Call(NamedTuple):
     digest: int
     cp_size: int
     dtype: int
+    batch_entries: int
     nheads_q: int
     nheads_kv: int
     head_dim: int
@@ -54,14 +55,24 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(
-        plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, name: str
+        plan: DevicePlan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float,
+        name: str,
+        batch_entries: int,
     ) -> Call:
-        """The call with this rank's plan and tensors; `name` is that of the collective."""
+        """The call with this rank's plan and tensors, of which the heads are those of all `batch_entries`; `name` is that of the
+        collective."""
         (rows, nheads_q, head_dim), (key_rows, nheads_kv, _) = q.shape, k.shape
         dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, name)
+        nheads_q, nheads_kv = nheads_q // batch_entries, nheads_kv // batch_entries
         return Call(
-            *(plan.digest, plan.cp_size, dtype, nheads_q, nheads_kv, head_dim),
-            *(v.shape[2], rows, key_rows, collective, scale, softcap),
+            *(plan.digest, plan.cp_size, dtype, batch_entries, nheads_q, nheads_kv),
+            *(head_dim, v.shape[2], rows, key_rows, collective),
+            *(scale, softcap),
         )
 
 
@@ -237,6 +248,7 @@ def _compare(every: Sequence[_Said]) -> None:
 
 _ASPECTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "dtype": ("the dtype of `q`, `k` and `v`", lambda x: str(DTYPES[x])),
+    "batch_entries": ("the batch entries of `q`, `k` and `v`", str),
     "nheads_q": ("the heads of `q`", str),
     "nheads_kv": ("the heads of `k` and `v`", str),
     "head_dim": ("the head_dim of `q` and `k`", str),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,12 @@ from magi_compile import _compat
 from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.transport.collectives import check_collective
-from magi_compile.masks.arguments import check_flag
-from magi_compile.ops.attention import AttnOutput, AttnOutputWithMaxScores, packed_result
+from magi_compile.masks.arguments import check_count, check_flag
+from magi_compile.ops.attention import AttnOutput
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_rows
 from magi_compile.ops.validation import as_autocast, check_options, check_qkv
 
 
-@overload
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -31,58 +30,9 @@ def context_parallel_attention(
     kernel: str | None = None,
     collective: str | None = None,
     reduce_group: dist.ProcessGroup | str | None = None,
-    return_max_scores: Literal[False] = False,
-) -> AttnOutput: ...
-
-
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PlanTensors,
-    group: dist.ProcessGroup | str | None,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    kernel: str | None = None,
-    collective: str | None = None,
-    reduce_group: dist.ProcessGroup | str | None = None,
-    return_max_scores: Literal[True],
-) -> AttnOutputWithMaxScores: ...
-
-
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PlanTensors,
-    group: dist.ProcessGroup | str | None,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    kernel: str | None = None,
-    collective: str | None = None,
-    reduce_group: dist.ProcessGroup | str | None = None,
-    return_max_scores: bool,
-) -> AttnOutput | AttnOutputWithMaxScores: ...
-
-
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PlanTensors,
-    group: dist.ProcessGroup | str | None,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    kernel: str | None = None,
-    collective: str | None = None,
-    reduce_group: dist.ProcessGroup | str | None = None,
+    batch_entries: int = 1,
     return_max_scores: bool = False,
-) -> AttnOutput | AttnOutputWithMaxScores:
+) -> AttnOutput:
     """Attention over a sequence that is spread over the ranks of `group`; differentiable.
 
     All ranks call it together. Row i of the local tensors is the token `plan.dispatch.positions(rank)[i]`.
@@ -99,11 +49,12 @@ def context_parallel_attention(
         collective: how rows move, "native" or "all_to_all"; None chooses.
         reduce_group: the same ranks again, for gradients on their way home: they wait for no cast in `group`, at the
             price of another communicator. None takes `group`.
+        batch_entries: how many entries of a batch are among the heads, the same on every rank.
         return_max_scores: whether to return the largest score of each of this rank's rows as well, over the keys of all ranks.
 
     Returns:
-        `AttnOutput(out, lse)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse `[nheads_q, seqlen_local]`; with return_max_scores
-        `AttnOutputWithMaxScores(out, lse, max_scores)`, max_scores `[nheads_q, seqlen_local]`.
+        `AttnOutput(out, lse, max_scores)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse and, with return_max_scores, max_scores
+        `[nheads_q, seqlen_local]`.
 
     Raises:
         ValueError: if a tensor does not fit the others or the plan; on every rank, if the ranks differ in their plans, shapes, dtypes or
@@ -123,23 +74,25 @@ def context_parallel_attention(
             kernel=kernel,
             collective=collective,
             reduce_group=reduce_group,
+            batch_entries=batch_entries,
             return_max_scores=return_max_scores,
         )
-        return packed_result(wrapped(out, shards), *(wrapped_rows(x, shards, PACKED) for x in rows))
+        return AttnOutput(wrapped(out, shards), *(wrapped_rows(x, shards, PACKED) for x in rows))  # type: ignore[arg-type]
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     check_flag("return_max_scores", return_max_scores)
+    check_count("batch_entries", batch_entries, 1)
     names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
     if collective is not None:
         check_collective(collective)
     chosen = (kernel or "", "auto" if collective is None else collective)
-    ops = torch.ops.magi
-    op = ops.cp_attention_with_max_scores if return_max_scores else ops.cp_attention
-    return packed_result(
-        *op(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen, *names)
+    out, lse, max_scores = torch.ops.magi.cp_attention(
+        *(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen, *names),
+        *(batch_entries, return_max_scores),
     )
+    return AttnOutput(out, lse, max_scores if return_max_scores else None)
 
 
 @torch.compiler.assume_constant_result

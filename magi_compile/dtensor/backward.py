@@ -20,6 +20,7 @@ from magi_compile.dtensor.transport.collectives import Collective, PendingReduce
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import KeyTensors, PhasedKernel, SavedQueries
+from magi_compile.kernels.plan import Plan
 
 
 def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput:
@@ -34,7 +35,7 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
     dq_shares: list[Tensor] = []
     # What can fail does so before rows are on their way.
     kernel_plans = [
-        [] if stage.is_empty else stage.kernel_plan(kernel, problem) for stage in plan.backward
+        Plan() if stage.is_empty else stage.kernel_plan(kernel, problem) for stage in plan.backward
     ]
     casts = collective.casts((k, v), routes_of(plan.backward), group)
     cast = next(casts, None)  # the first one starts

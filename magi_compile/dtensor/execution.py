@@ -21,6 +21,7 @@ from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.overlap import EarlyKernel
+from magi_compile.kernels.plan import Plan
 from magi_compile.masks.slices import AttnSlices
 
 
@@ -30,13 +31,13 @@ class DeviceStage:
     def __init__(self, slices: AttnSlices, route: Route | None):
         self.slices = slices
         self.route = route
-        self._plans: dict[Hashable, list[Tensor]] = {}
+        self._plans: dict[Hashable, Plan] = {}
 
     @property
     def is_empty(self) -> bool:
         return len(self.slices) == 0
 
-    def kernel_plan(self, kernel: Kernel, problem: AttnProblem) -> list[Tensor]:
+    def kernel_plan(self, kernel: Kernel, problem: AttnProblem) -> Plan:
         key = kernel.name, kernel.plan_key(problem)
         if key not in self._plans:
             refuse_to_be_recorded(self.slices.q_ranges)

@@ -16,6 +16,7 @@ from torch import Tensor
 from magi_compile.dtensor.execution import Execution, MergedStage, routes_of
 from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.overlap import EarlyKernel
+from magi_compile.kernels.plan import Plan
 
 
 def forward(
@@ -64,7 +65,7 @@ def _forward_merged(
     # What can fail does so before rows are on their way.
     early_plan = stage.early_plan(kernel, problem)
     both = stage.side_by_side if early_plan is None else None
-    kernel_plan = both.kernel_plan(kernel, problem) if both else []
+    kernel_plan = both.kernel_plan(kernel, problem) if both else Plan()
     casts = collective.casts((k, v), [stage.route], group)
     cast = next(casts)
     if both is None:

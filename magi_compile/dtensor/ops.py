@@ -1,16 +1,14 @@
 """The custom ops of attention across ranks: schemas, implementations, fakes, autograd.
 
-magi::cp_attention   attention over the keys of all ranks -> (out, lse), differentiable: becomes, where it is called,
+magi::cp_attention   attention over the keys of all ranks -> (out, lse, max_scores), differentiable: becomes, where it is called,
 magi::cp_ffa_fwd     its values
 magi::cp_ffa_bwd     its gradients -> (dq, dk, dv)
-magi::cp_attention_with_max_scores, magi::cp_ffa_fwd_with_max_scores   the same -> (out, lse, max_scores)
 
 Communication lives inside an op, because a graph compiler does not reorder communication that it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -47,40 +45,35 @@ class _Options(NamedTuple):
     collective: str
     group_name: str
     reduce_group_name: str
+    batch_entries: int = 1
+    return_max_scores: bool = False
 
     def execution(
-        self,
-        scaled: Scaled,
-        k: Tensor,
-        v: Tensor,
-        *,
-        has_max_scores: bool = False,
-        is_backward: bool = False,
+        self, scaled: Scaled, k: Tensor, v: Tensor, *, is_backward: bool = False
     ) -> Execution:
         """The execution for this rank's rows; all ranks of the group ask together."""
         q, scale = scaled.q, scaled.softmax_scale
         group = _compat.resolve_process_group(self.group_name)
         plan = unpack(self.meta, self.data)
         # Before anything else, because what fails on one rank alone leaves the others waiting.
-        call = Call.of(plan, q, k, v, self.softmax_scale, self.softcap, self.collective)
+        options = (self.softmax_scale, self.softcap, self.collective, self.batch_entries)
+        call = Call.of(plan, q, k, v, *options)
         require_agreement(
             *(call, plan.rank, group, self.reduce_group_name, q.device), is_backward=is_backward
         )
         problem = problem_of(q, k, v, scale, self.softcap)
-        if has_max_scores:
+        if self.return_max_scores:
             problem = replace(problem, has_max_scores=True)
-        chosen = _select_kernel(problem, self.kernel or None)
+        chosen = _select_kernel(problem, self.kernel or None).kernel
         moving = select_collective(self.collective, group, q.device)
         reduce_group = _compat.resolve_process_group(self.reduce_group_name)
         return Execution(plan, chosen, problem, moving, group, reduce_group)
 
 
-def _cp_ffa_fwd(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any, max_scores: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     options = _Options(*rest)
     scaled = Scaled.of(q, options.softmax_scale)
-    execution = options.execution(scaled, k, v, has_max_scores=max_scores is not None)
+    execution = options.execution(scaled, k, v)
     plan = execution.plan
     if q.shape[0] != plan.rows:
         raise ValueError(
@@ -92,27 +85,16 @@ def _cp_ffa_fwd(
             f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
             "take those of RankPlan.dispatch.keys.positions(rank), padding included"
         )
+    max_scores = new_max_scores(q) if options.return_max_scores else None
     out, lse = forward(scaled.q, k, v, execution, max_scores)
-    return out.contiguous(), lse
+    return out.contiguous(), lse, lse.new_empty(0) if max_scores is None else max_scores
 
 
-def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-def _cp_ffa_fwd_with_max_scores(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    max_scores = new_max_scores(q)
-    return *_cp_ffa_fwd(q, k, v, *rest, max_scores=max_scores), max_scores
-
-
-def _cp_ffa_fwd_with_max_scores_fake(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = _cp_ffa_fwd_fake(q, k, v, *rest)
-    return out, lse, torch.empty_like(lse)
+    rows = (q.shape[1], q.shape[0])
+    lse = q.new_empty(rows, dtype=torch.float32)
+    return out, lse, lse.new_empty(rows if _Options(*rest).return_max_scores else 0)
 
 
 def _cp_ffa_bwd(
@@ -134,18 +116,10 @@ def _cp_ffa_bwd_fake(
 
 _OPTIONS = (
     "Tensor meta, Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
-    "str reduce_group_name"
+    "str reduce_group_name, SymInt batch_entries=1"
 )
-_ARGUMENTS = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS})"
-_FWD = f"{_ARGUMENTS} -> (Tensor, Tensor)"
-_FWD_WITH_MAX_SCORES = f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor)"
+_FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool return_max_scores=False) -> (Tensor, Tensor, Tensor)"
 define(_lib, f"cp_ffa_fwd{_FWD}", _cp_ffa_fwd, _cp_ffa_fwd_fake)
-define(
-    _lib,
-    f"cp_ffa_fwd_with_max_scores{_FWD_WITH_MAX_SCORES}",
-    _cp_ffa_fwd_with_max_scores,
-    _cp_ffa_fwd_with_max_scores_fake,
-)
 define(
     _lib,
     "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -161,14 +135,14 @@ define(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        meta, data, *ctx.options = rest
-        out, lse, *max_scores = values(q, k, v, *rest)
+        ctx: Any, rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        meta, data, *ctx.options = _Options(*rest)
+        out, lse, max_scores = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, meta, data)
-        ctx.mark_non_differentiable(*max_scores)
+        ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
-        return out, lse, *max_scores
+        return out, lse, max_scores
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
@@ -176,15 +150,11 @@ class _Attention(torch.autograd.Function):
         # Even without a gradient of its own a rank takes part, because the others wait for it.
         if dout is None:
             dout = torch.zeros_like(out)
-        arguments = (dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
-        return (None, *gradients(torch.ops.magi.cp_ffa_bwd.default, *arguments), *[None] * 8)
+        *options, _ = ctx.options  # all but return_max_scores
+        arguments = (dout, dlse, q, k, v, out, lse, meta, data, *options)
+        return (None, *gradients(torch.ops.magi.cp_ffa_bwd.default, *arguments))
 
 
 define_differentiable(
     *(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default, _Attention, register_rules)
-)
-define_differentiable(
-    *(_lib, f"cp_attention_with_max_scores{_FWD_WITH_MAX_SCORES}"),
-    torch.ops.magi.cp_ffa_fwd_with_max_scores.default,
-    *(_Attention, register_rules),
 )

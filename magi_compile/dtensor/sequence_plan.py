@@ -28,6 +28,7 @@ from magi_compile.dtensor.planning.rank_plan import (
 from magi_compile.dtensor.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import one_block_mask
+from magi_compile.ops.attention import AttnOutput
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -227,14 +228,14 @@ class SequencePlan(SpreadTokens):
         """
         with_max = asks_for_max_scores(return_lse, return_aux)
         check_options("scale", scale, softcap)
-        out, lse, *others = self.attend(
+        out, lse, max_scores = self.attend(
             *(q, k, v, self.meta, scale, softcap), return_max_scores=with_max
         )
         if sinks is not None:
             check_sinks(sinks, "q", q, q.shape[1])
             out = out_with_sinks(out, lse, sinks, heads_first=q.ndim == 4)
             lse = lse_with_sinks(lse, sinks)
-        return returned(out, lse, *others, return_lse=return_lse, return_aux=return_aux)
+        return returned(out, lse, max_scores, return_lse=return_lse, return_aux=return_aux)
 
     def attend(
         self,
@@ -246,8 +247,8 @@ class SequencePlan(SpreadTokens):
         softcap: float,
         *,
         return_max_scores: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """out, lse and, if they are asked for, the largest scores, by `meta`, which says what that of the plan says."""
+    ) -> AttnOutput:
+        """Attention by `meta`, which says what that of the plan says, shaped as q is."""
         for name, x in {"q": q, "k": k, "v": v}.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
@@ -266,7 +267,8 @@ class SequencePlan(SpreadTokens):
             out, *rows = self.attend(
                 *(*shards[:3], meta, scale, softcap), return_max_scores=return_max_scores
             )
-            return wrapped(out, shards), *(wrapped_rows(x, shards, layout) for x in rows)
+            of_rows: Any = [wrapped_rows(x, shards, layout) for x in rows]
+            return AttnOutput(wrapped(out, shards), *of_rows)
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.device != self.device:
                 raise ValueError(
@@ -296,9 +298,13 @@ class SequencePlan(SpreadTokens):
         nheads = q.shape[1]
         order = memory_order(q.stride())
         q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
-        out, *rows = context_parallel_attention(q, k, v, tensors, self.group_name, **options)
+        out, *rows = context_parallel_attention(
+            *(q, k, v, tensors, self.group_name), batch_entries=batch, **options
+        )
         out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
-        return out, *(x.unflatten(0, (batch, nheads)) for x in rows)
+        lse, max_scores = (None if x is None else x.unflatten(0, (batch, nheads)) for x in rows)
+        assert lse is not None
+        return AttnOutput(out, lse, max_scores)
 
 
 def _is_causal(slices: AttnSlices) -> bool:

@@ -39,11 +39,12 @@ def register_rules() -> None:
         return found
 
     def forward(q: Any, k: Any, v: Any, meta: Any, data: Any, *options: Any) -> list[Any]:
-        rest = [replicated] * 2 + [None] * len(options)
-        return [([rows, lse], [rows, rows, rows, *rest]) for rows, lse in of_rows(k, options[4])]
-
-    def forward_with_max_scores(*arguments: Any) -> list[Any]:
-        return [([rows, lse, lse], given) for (rows, lse), given in forward(*arguments)]
+        rest = [replicated] * 2
+        has_max_scores = len(options) > 7 and options[7]  # DTensor leaves out what has its default
+        return [
+            ([rows, lse, lse if has_max_scores else replicated], [rows, rows, rows, *rest])
+            for rows, lse in of_rows(k, options[4])
+        ]
 
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
@@ -57,5 +58,4 @@ def register_rules() -> None:
 
     ops: Any = torch.ops.magi
     register_sharding(ops.cp_ffa_fwd.default)(forward)
-    register_sharding(ops.cp_ffa_fwd_with_max_scores.default)(forward_with_max_scores)
     register_sharding(ops.cp_ffa_bwd.default)(backward)

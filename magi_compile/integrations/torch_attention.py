@@ -12,6 +12,7 @@ attention, with one warning for each reason.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def activate() -> _Handle:
             for device in devices if op is not None else ():
                 theirs = _kernel_of(op.default, device)
                 if theirs is not None:
-                    call = partial(_CALLS[name], _Op(op.default, theirs))
+                    call = partial(_run, name, _Op(op.default, theirs))
                     library.impl(name, call, device, with_keyset=True, allow_override=True)
         libraries.append(library)
     return _Handle(libraries)
@@ -109,7 +110,8 @@ class Call(NamedTuple):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """`(out [total_q, nheads_q, head_dim], lse [nheads_q, total_q])`."""
-        return torch.ops.magi.ffa_fwd(*self._tensors(), *self._mask(), *self._options())
+        out, lse, _ = torch.ops.magi.ffa_fwd(*self._tensors(), *self._mask(), *self._options())
+        return out, lse
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
@@ -117,7 +119,8 @@ class Call(NamedTuple):
         """The gradients of q, k and v."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         tensors = (dout, dlse, *self._tensors(), out, lse)
-        return torch.ops.magi.ffa_bwd(*tensors, *self._mask(), *self._options(), deterministic)
+        options = (*self._options(), deterministic)
+        return torch.ops.magi.ffa_bwd(*tensors, *self._mask(), *options)[:3]  # type: ignore[no-any-return]
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v
@@ -206,7 +209,7 @@ def _refusal_of_kernels(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int]
 ) -> str:
     try:
-        select(problem_on(device, dtype, heads, 1.0, 0.0), None)
+        select(problem_on(device, dtype, heads, 1.0))
     except NotImplementedError as error:
         return str(error)
     return ""
@@ -266,31 +269,19 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     return values if values.stride() == wanted.stride() else wanted.copy_(values)
 
 
-def _varlen_forward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    given = op.named(args, kwargs)
-    call = call_of_varlen(given)
-    if isinstance(call, str):
-        return op.fall_back(call, keys, args, kwargs)
+def _varlen_forward(call: Call, given: dict[str, Any]) -> Any:
     out, lse = call.forward()
     state = torch.zeros(2, dtype=torch.uint64, device=out.device)
     return _like(call.q, out), lse, state
 
 
-def _varlen_out(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    given = op.named(args, kwargs)
-    call = call_of_varlen(given)
-    if isinstance(call, str):
-        return op.fall_back(call, keys, args, kwargs)
+def _varlen_out(call: Call, given: dict[str, Any]) -> Any:
     out, lse = call.forward()
     given["out"].copy_(out)
     return lse
 
 
-def _varlen_backward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    given = op.named(args, kwargs)
-    call = call_of_varlen(given)
-    if isinstance(call, str):
-        return op.fall_back(call, keys, args, kwargs)
+def _varlen_backward(call: Call, given: dict[str, Any]) -> Any:
     found = call.backward(given["grad_out"], None, given["out"], given["lse"])
     return tuple(map(_like, (call.q, call.k, call.v), found))
 
@@ -321,14 +312,8 @@ class _Varlen(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         if dlse is None:
             names = {"query": q, "key": k, "value": v, "cu_seq_q": cu_q, "cu_seq_k": cu_k}
-            given = {
-                **ctx.given,
-                **names,
-                "grad_out": dout,
-                "out": out,
-                "lse": lse,
-                "rng_state": state,
-            }
+            results = {"grad_out": dout, "out": out, "lse": lse, "rng_state": state}
+            given = {**ctx.given, **names, **results}
             op = torch.ops.torch_attn._varlen_attn_backward.default
             found = op(*(given[argument.name] for argument in op._schema.arguments))
         else:
@@ -369,11 +354,7 @@ define(
 )
 
 
-def _sdpa_forward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    given = op.named(args, kwargs)
-    call = call_of_sdpa(given)
-    if isinstance(call, str):
-        return op.fall_back(call, keys, args, kwargs)
+def _sdpa_forward(call: Call, given: dict[str, Any]) -> Any:
     query = given["query"]
     batch, heads, rows, _ = query.shape
     out, lse = call.forward()
@@ -385,11 +366,7 @@ def _sdpa_forward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
     return out, lse, None, None, rows, given["key"].shape[2], seed, offset, debug_mask
 
 
-def _sdpa_backward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    given = op.named(args, kwargs)
-    call = call_of_sdpa(given)
-    if isinstance(call, str):
-        return op.fall_back(call, keys, args, kwargs)
+def _sdpa_backward(call: Call, given: dict[str, Any]) -> Any:
     dout, out = (given[name].transpose(1, 2).flatten(0, 1) for name in ("grad_out", "out"))
     lse = given["logsumexp"].transpose(0, 1).flatten(1)
     found = call.backward(dout, None, out, lse.contiguous())
@@ -401,10 +378,21 @@ def _sdpa_backward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(map(_like, tensors, padded))
 
 
-_CALLS = {
-    "_varlen_attn": _varlen_forward,
-    "_varlen_attn_out": _varlen_out,
-    "_varlen_attn_backward": _varlen_backward,
-    "_scaled_dot_product_flash_attention": _sdpa_forward,
-    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+# By the name of an op: what reads its arguments, and what runs the call.
+_CALLS: dict[str, tuple[Callable[..., Call | str], Callable[..., Any]]] = {
+    "_varlen_attn": (call_of_varlen, _varlen_forward),
+    "_varlen_attn_out": (call_of_varlen, _varlen_out),
+    "_varlen_attn_backward": (call_of_varlen, _varlen_backward),
+    "_scaled_dot_product_flash_attention": (call_of_sdpa, _sdpa_forward),
+    "_scaled_dot_product_flash_attention_backward": (call_of_sdpa, _sdpa_backward),
 }
+
+
+def _run(name: str, op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """The op called `name`, on our kernels or on PyTorch's."""
+    read, run = _CALLS[name]
+    given = op.named(args, kwargs)
+    call = read(given)
+    if isinstance(call, str):
+        return op.fall_back(call, keys, args, kwargs)
+    return run(call, given)

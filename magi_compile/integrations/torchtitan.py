@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from magi_compile.dtensor.make_plan import plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence_plan import SequencePlan
-from magi_compile.lowering.masks import MIN_CAPACITY, ROWS_PER_SLICE
+from magi_compile.kernels.heuristics import slice_capacity
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.program.read import trace_mask_mod
 from magi_compile.ops.attention import flex_flash_attention
@@ -122,8 +122,7 @@ def make_mask(
     program, tables, _ = trace_mask_mod(mask_mod, device)
     capacity = config.slice_capacity
     if capacity is None:
-        rows = seqlen // ROWS_PER_SLICE + MIN_CAPACITY
-        capacity = rows * max(1, program.max_intervals(seqlen, ()))
+        capacity = slice_capacity(seqlen, program.max_intervals(seqlen, ()))
     sizes = (batch, seqlen, seqlen, capacity * batch)
     lists = MaskSlices(
         *torch.ops.magi.mask_slices(tables, (), program.text, *sizes, device, [], [])
@@ -234,7 +233,9 @@ def _attend(
     if isinstance(mask, SequencePlan):
         return mask.attention(q, k, v, scale=scale, return_lse=True)
     if isinstance(mask, MaskSlices):
-        return flex_flash_attention(q, k, v, _slices_of(mask, q.shape[0]), softmax_scale=scale)
+        slices = _slices_of(mask, q.shape[0])
+        out, lse, _ = flex_flash_attention(q, k, v, slices, softmax_scale=scale)
+        return out, lse
     raise NotImplementedError(
         f"{NAME} needs a model that makes its masks by Decoder._create_flex_attention_mask (Llama 3, Qwen 3, gpt-oss, "
         f"DeepSeek-V3), got a mask of type {type(mask).__name__}"
@@ -396,11 +397,7 @@ def _with_our_outputs(theirs: Callable[..., set[Any]]) -> Callable[..., set[Any]
     ours = {
         ops.plan.default,
         ops.ffa_fwd.default,
-        ops.ffa_fwd_with_max_scores.default,
         ops.cp_ffa_fwd.default,
-        ops.cp_ffa_fwd_with_max_scores.default,
-        ops.scored_fwd.default,
-        ops.scored_fwd_with_max_scores.default,
     }
 
     @wraps(theirs)

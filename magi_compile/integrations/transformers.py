@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,12 +23,21 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
-from magi_compile._compat import outside_of_modes, traces_inner_graph, version_of
 from magi_compile._warnings import warn_once
 from magi_compile.dtensor.context.positions import with_given_positions
+from magi_compile.integrations.packed_documents import (
+    MaskFunction,
+    are_of_rows,
+    documents_of_lists,
+    documents_of_positions,
+    has_documents,
+    lists_given,
+    may_be_packed,
+    plain_block_mask,
+    within_documents,
+)
 from magi_compile.lowering import regions
-from magi_compile.masks.arguments import check_flag, read_cu_seqlens
-from magi_compile.masks.block_mask import one_block_mask
+from magi_compile.masks.arguments import check_flag
 from magi_compile.ops.attention import flex_attention
 from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.sinks import out_with_sinks
@@ -53,8 +61,6 @@ except ImportError as error:
 
 NAME = "magi"
 STEP_ROWS = 16  # up to so many query rows behind a cache are a step of generation
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _COUNTED = frozenset(
     {"is_causal", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -171,24 +177,32 @@ def magi_mask(
         torch.compiler.is_compiling() or not bool(attention_mask.all())
     )
     if has_padding:
-        padding: Any = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        mask_function = and_masks(mask_function, padding_mask_function(padding))
+        mask_function = _without_padding(mask_function, attention_mask, kv_length, kv_offset)
     # A graph has to decide by the data.
     lacks_documents = torch.compiler.is_compiling() or not (
-        has_padding or _has_documents(mask_function)
+        has_padding or has_documents(mask_function)
     )
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.reshape(()) if torch.compiler.is_compiling() else int(q_offset)
         mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     elif q_offset or kv_offset:
         mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
-    block_mask: Any = _block_mask(mask_function, batch_size, q_length, kv_length, device)
+    block_mask: Any = plain_block_mask(mask_function, batch_size, q_length, kv_length, device)
     block_mask._magi_lacks_documents = lacks_documents
     block_mask._magi_padding = attention_mask if has_padding else None
     if not torch.compiler.is_compiling():
         # `generate` of transformers up to 5.23 calls mask.contiguous() with a static cache. A call of the reference is the mask.
         block_mask.contiguous = ref(block_mask)
     return block_mask
+
+
+def _without_padding(
+    mask_function: MaskFunction, attention_mask: Any, kv_length: int, kv_offset: int
+) -> MaskFunction:
+    """`mask_function` without the keys that are padding in `attention_mask`."""
+    padding: Any = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    without: MaskFunction = and_masks(mask_function, padding_mask_function(padding))
+    return without
 
 
 def magi_attention(
@@ -222,7 +236,8 @@ def magi_attention(
             Rows see keys of their own document only, whatever else the mask shows.
             `cu_seq_lens_k`: the same of keys, by default `cu_seq_lens_q`. Both start at 0, never decrease, and cut no batch entry's
             document. What is behind their last number is padding. Numbers on a GPU are not checked, nor those in a graph.
-            `position_ids`: int `[1 or B, L]`, where documents begin in a causal mask that does not say so (`_may_be_packed`).
+            `position_ids`: int `[1 or B, L]`, where documents begin in a causal mask that does not say so
+            (`may_be_packed`).
 
     Returns:
         `(out [B, L, Hq, Dv], None)`.
@@ -236,47 +251,54 @@ def magi_attention(
     """
     _check_arguments(dropout, rest)
     is_causal, softcap, s_aux = (rest.get(name) for name in ("is_causal", "softcap", "s_aux"))
+    (batch, nheads, rows, _), keys = query.shape, key.shape[2]
+    lists = lists_given(rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k"), (batch, rows, keys))
     bias: Tensor | None = rest.get("position_bias")
-    cu_seq_lens_q, cu_seq_lens_k = rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k")
-    rows = query.shape[2]
-    sizes = (query.shape[0], rows, key.shape[2])
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        _check_lists(cu_seq_lens_q, cu_seq_lens_k, sizes)
-    is_step = rows == 1 and cu_seq_lens_q is None
+    if bias is not None:
+        _check_bias(bias, (batch, nheads, rows, keys))
+    is_step = rows == 1 and lists is None
     if not isinstance(attention_mask, BlockMask) and (attention_mask is not None or is_step):
-        if attention_mask is not None and cu_seq_lens_q is not None:
+        if attention_mask is not None and lists is not None:
             raise NotImplementedError(
                 "`attn_implementation='magi'` takes `cu_seq_lens_q` without a mask or with a BlockMask, "
                 f"got a dense `attention_mask` of shape {list(attention_mask.shape)}"
             )
         given = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
-        if bias is not None:
-            _check_bias(bias, (query.shape[0], query.shape[1], rows, key.shape[2]))
         return _attend_dense(module, query, key, value, attention_mask, bias, given)
     if attention_mask is None and rows > 1 and _is_causal(module, is_causal):
-        attention_mask = _block_mask(_causal, *sizes, query.device)
-    positions: Any = rest.get("position_ids")
-    is_over_ranks = replacements() is not None and attention_mask is not None
-    # The first layer asks for all.
-    if is_over_ranks and not getattr(module, "layer_idx", 0) and _are_of_rows(positions, rows):
-        attention_mask = with_given_positions(attention_mask, positions, module.training)
-    if cu_seq_lens_q is not None:
-        lists = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-        attention_mask = _within_documents(attention_mask, lists, _documents_of_lists, sizes)
-    elif _may_be_packed(module, attention_mask, positions, sizes):
-        padding = getattr(attention_mask, "_magi_padding", None)
-        pair = (positions, positions if padding is None else padding)
-        attention_mask = _within_documents(attention_mask, pair, _documents_of_positions, sizes)
-    aux = AuxRequest(lse=True) if s_aux is not None else None
+        attention_mask = plain_block_mask(_causal, batch, rows, keys, query.device)
+    positions = rest.get("position_ids")
+    mask = _with_documents(module, attention_mask, lists, positions, (batch, rows, keys))
     score_mod = None if softcap is None else _softcap(softcap)
     if bias is not None:
-        _check_bias(bias, (query.shape[0], query.shape[1], rows, key.shape[2]))
         score_mod = _with_bias(score_mod, bias)
-    out = _flex(query, key, value, score_mod, attention_mask, scaling, aux)
+    aux = AuxRequest(lse=True) if s_aux is not None else None
+    out = _flex(query, key, value, score_mod, mask, scaling, aux)
     if s_aux is not None:
         out, statistics = out
         out = out_with_sinks(out, statistics.lse, s_aux, heads_first=True)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_documents(
+    module: torch.nn.Module,
+    mask: Any,
+    lists: tuple[Tensor, Tensor] | None,
+    positions: Any,
+    sizes: tuple[int, int, int],
+) -> BlockMask | None:
+    """The mask of a layer within the documents that `lists` or `positions` say."""
+    is_over_ranks = replacements() is not None and mask is not None
+    # The first layer asks for all.
+    if is_over_ranks and not getattr(module, "layer_idx", 0) and are_of_rows(positions, sizes[1]):
+        mask = with_given_positions(mask, positions, module.training)
+    if lists is not None:
+        return within_documents(mask, lists, documents_of_lists, sizes)
+    if may_be_packed(module, mask, positions, sizes):
+        padding = getattr(mask, "_magi_padding", None)
+        pair = (positions, positions if padding is None else padding)
+        return within_documents(mask, pair, documents_of_positions, sizes)
+    return mask  # type: ignore[no-any-return]
 
 
 def _check_arguments(dropout: float, rest: dict[str, Any]) -> None:
@@ -295,55 +317,6 @@ def _check_arguments(dropout: float, rest: dict[str, Any]) -> None:
         raise ValueError(
             f"`attn_implementation='magi'` has no dropout, got {dropout}: set the dropout of attention in the model's "
             "config to 0 (`attention_dropout`, or `attention_probs_dropout_prob` in older models)"
-        )
-
-
-def _check_lists(of_rows: Any, of_keys: Any, sizes: tuple[int, int, int]) -> None:
-    """Raises for `cu_seq_lens_q` and `cu_seq_lens_k` whose kinds do not fit; `_check_documents` reads their numbers."""
-    if of_rows is None:
-        raise ValueError("`cu_seq_lens_q` must be given where `cu_seq_lens_k` is, got None")
-    if of_keys is None and sizes[1] != sizes[2]:
-        raise ValueError(
-            f"`cu_seq_lens_k` must be given with `cu_seq_lens_q` where rows and keys differ, {sizes[1]} and {sizes[2]}, got None"
-        )
-    for name, given in (("cu_seq_lens_q", of_rows), ("cu_seq_lens_k", of_keys)):
-        if given is None:
-            continue
-        if not isinstance(given, Tensor):
-            raise TypeError(f"`{name}` must be a tensor, got {given!r}")
-        if given.ndim != 1 or not given.shape[0]:
-            raise ValueError(f"`{name}` must have shape [documents + 1], got {list(given.shape)}")
-        if given.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"`{name}` must hold int32 or int64 values, got {given.dtype}")
-    if of_keys is not None and of_keys.shape != of_rows.shape:
-        raise ValueError(
-            f"`cu_seq_lens_k` must have the length of `cu_seq_lens_q`, {of_rows.shape[0]}, got {of_keys.shape[0]}"
-        )
-
-
-def _check_documents(lists: tuple[Tensor, Tensor], sizes: tuple[int, int, int]) -> None:
-    """Raises for numbers in `cu_seq_lens_q` and `cu_seq_lens_k` that are no documents of the batch entries."""
-    batch, *lengths = sizes
-    entries, has_tokens = [], []
-    for name, given, length in zip(("cu_seq_lens_q", "cu_seq_lens_k"), lists, lengths, strict=True):
-        borders = read_cu_seqlens(name, given)
-        end = int(borders[-1])
-        if end > batch * length:
-            raise ValueError(
-                f"`{name}` must end within the {batch * length} tokens of all batch entries, got {end}"
-            )
-        if missing := sorted({*range(0, end, max(length, 1))} - {*borders.tolist()}):
-            raise ValueError(
-                f"`{name}` must hold the ends of batch entries, multiples of {length}, got {borders.tolist()} without {missing[0]}"
-            )
-        entries.append(borders[:-1] // max(length, 1))
-        has_tokens.append(borders.diff() > 0)
-    of_others = (entries[0] != entries[1]) & has_tokens[0] & has_tokens[1]
-    if of_others.any():
-        number = int(of_others.nonzero()[0])
-        raise ValueError(
-            f"`cu_seq_lens_k` must have each document in the batch entry where `cu_seq_lens_q` has it, got document {number} in "
-            f"entries {int(entries[1][number])} and {int(entries[0][number])}"
         )
 
 
@@ -437,165 +410,6 @@ def _check_compiler() -> None:
         )
 
 
-def _block_mask(
-    mask_function: MaskFunction,
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    device: torch.device | str,
-) -> BlockMask:
-    """A BlockMask whose mask function says everything."""
-    if torch.compiler.is_compiling():
-        # The lowering removes it, block lists and all.
-        return create_block_mask(mask_function, batch, None, q_length, kv_length, device)
-    return one_block_mask(mask_function, batch, q_length, kv_length, device)
-
-
-def _has_documents(mask_function: Any) -> bool:
-    """True if transformers has put documents into a mask function, as far as its parts tell. Where they do not,
-    documents are added once more, which changes nothing."""
-    parts, seen = [mask_function], set()
-    while parts:
-        part = parts.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if "packed_sequence_mask_function" in getattr(part, "__qualname__", ""):
-            return True
-        for cell in getattr(part, "__closure__", None) or ():
-            try:
-                held = cell.cell_contents
-            except ValueError:  # nothing is in it yet
-                continue
-            held = held if isinstance(held, (tuple, list)) else (held,)
-            parts += [inner for inner in held if callable(inner)]
-    return False
-
-
-def _may_be_packed(
-    module: torch.nn.Module, mask: BlockMask | None, positions: Any, sizes: tuple[int, int, int]
-) -> bool:
-    """True if documents have to be read from `positions`, which this attention got, but its mask perhaps did not.
-
-    transformers leaves documents out of a mask where the model does not hand the positions on (gpt-oss), where there is a
-    cache (the default of `use_cache`), and where there is an `attention_mask`. Its flash attention reads the positions in
-    each layer, unless the `attention_mask` has padding, and so do we. A BlockMask of the user's says everything itself.
-    """
-    _, rows, keys = sizes
-    is_open = getattr(mask, "_magi_lacks_documents", False)
-    if not is_open or not getattr(module, "is_causal", False) or rows != keys:
-        return False
-    return _are_of_rows(positions, rows)
-
-
-def _are_of_rows(positions: Any, rows: int) -> bool:
-    """True if `positions` are `[1 or B, rows]`, one for each row. Those of images and videos have more dimensions."""
-    return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == rows
-
-
-class _WithinDocuments(NamedTuple):
-    """A mask within documents (None where there is one document), and the tensors that these were read from."""
-
-    block_mask: BlockMask | None
-    tensors: tuple[Tensor, Tensor]
-    versions: tuple[int, ...]
-
-    def is_of(self, tensors: tuple[Tensor, Tensor], versions: tuple[int, ...]) -> bool:
-        is_same = self.tensors[0] is tensors[0] and self.tensors[1] is tensors[1]
-        return is_same and self.versions == versions
-
-
-Documents = (
-    tuple[Tensor, Tensor] | None
-)  # the document of each row and of each key, `[B, L]` and `[B, S]`
-
-
-def _within_documents(
-    block_mask: Any,
-    tensors: tuple[Tensor, Tensor],
-    read: Callable[[tuple[Tensor, Tensor], tuple[int, int, int]], Documents],
-    sizes: tuple[int, int, int],
-) -> BlockMask | None:
-    """`block_mask` where query and key are of the same document; made once for all layers that share it.
-
-    Args:
-        block_mask: None for everything.
-        tensors: what says where documents of rows and of keys begin.
-        read: makes documents of `tensors`, or None if there is only one.
-        sizes: batch entries, rows and keys of each.
-    """
-    is_traced = torch.compiler.is_compiling()
-    versions = () if is_traced else tuple(map(version_of, tensors))
-    known: _WithinDocuments | None = getattr(block_mask, "_magi_within_documents", None)
-    if known is not None and known.is_of(tensors, versions):
-        return block_mask if known.block_mask is None else known.block_mask
-    made = None
-    # A mask of the user's is there for evaluation and for training.
-    with nullcontext() if is_traced else outside_of_modes():
-        documents = read(tensors, sizes)
-        if documents is not None:
-            of_row, of_key = documents
-
-            def mask_function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-                is_within = of_row[b, q] == of_key[b, kv]
-                if block_mask is None:
-                    return is_within
-                return block_mask.mask_mod(b, h, q, kv) & is_within
-
-            made = _block_mask(mask_function, *sizes, of_row.device)
-    if block_mask is not None and not (is_traced and _is_in_inner_graph()):
-        block_mask._magi_within_documents = _WithinDocuments(made, tensors, versions)
-    return block_mask if made is None else made
-
-
-@torch.compiler.assume_constant_result
-def _is_in_inner_graph() -> bool:
-    """True inside a traced checkpoint, which must not change objects from outside and shares no masks."""
-    return traces_inner_graph()
-
-
-def _documents_of_positions(
-    tensors: tuple[Tensor, Tensor], sizes: tuple[int, int, int]
-) -> Documents:
-    """A document begins where positions go back to 0. A gap, a step, a repeat or a jump back to another position is no border.
-
-    0 behind 0 is a document of one token if all positions are 0 or go up by 1, as in a pack; else it is a repeat.
-
-    Args:
-        tensors: the positions, `[1 or B, L]`, and the padding mask, with whose padding there are no documents; the positions again
-            if there is none.
-        sizes: batch entries, rows and keys of each.
-    """
-    positions, padding = tensors
-    place = positions.expand(sizes[0], -1)
-    before, here = place[:, :-1], place[:, 1:]
-    is_start = here == 0
-    is_counted = (is_start | (here == before + 1)).all(-1, keepdim=True)
-    begins = is_start & ((before > 0) | is_counted)
-    if padding is not positions:
-        begins = begins & padding.all()
-    if not torch.compiler.is_compiling() and not bool(begins.any()):
-        return None
-    of_row = torch.nn.functional.pad(begins.long().cumsum(-1), (1, 0))
-    return of_row, of_row
-
-
-def _documents_of_lists(tensors: tuple[Tensor, Tensor], sizes: tuple[int, int, int]) -> Documents:
-    """A document begins at each number of `cu_seq_lens`, counted over all batch entries."""
-    batch, *lengths = sizes
-    if not torch.compiler.is_compiling() and all(x.device.type == "cpu" for x in tensors):
-        _check_documents(tensors, sizes)
-    of_row, of_key = (
-        torch.searchsorted(
-            starts,
-            torch.arange(batch * length, device=starts.device, dtype=starts.dtype),
-            right=True,
-        ).view(batch, length)
-        for starts, length in zip(tensors, lengths, strict=True)
-    )
-    return of_row, of_key
-
-
 def _attend_dense(
     module: torch.nn.Module,
     query: Tensor,
@@ -662,8 +476,7 @@ def _traceable_flex_attention_mask(
             **rest,
         )
     if attention_mask is not None:
-        padding: Any = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        mask_function = and_masks(mask_function, padding_mask_function(padding))
+        mask_function = _without_padding(mask_function, attention_mask, kv_length, kv_offset)
     mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     return create_block_mask(mask_function, batch_size, None, q_length, kv_length, device)
 

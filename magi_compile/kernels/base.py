@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from magi_compile.kernels.plan import Plan
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.score.program import ScoreCall
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class AttnProblem:
     `softmax_scale` is positive where a kernel runs: the ops put the sign of another one into q. With a score program it is as it comes.
     `softcap` is 0.0 where there is none: scores are `softcap * tanh(scores / softcap)` otherwise.
     `has_bits`: whether slices may have bit blocks (`masks/bits.py`).
-    `has_score`: whether a score program changes the scores (`kernels/scored.py`).
+    `has_score`: whether a score program changes the scores (`ScoreCall`).
     `has_max_scores`: whether a forward pass is asked for the largest score of each row.
     """
 
@@ -137,17 +139,9 @@ class Kernel(Protocol):
         else."""
         ...
 
-    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        """The plan of this kernel for `slices`: int32 tensors, shared by forward and backward and by all layers.
-        Empty where the kernel needs none. On a GPU nothing waits for the device."""
-        ...
-
-    def pack(self, plan: list[Tensor]) -> list[Tensor]:
-        """`plan` as ops take it: in as few tensors as can be, since each of them costs every call of a graph. Of fakes too."""
-        ...
-
-    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
-        """The plan that `pack` packed, in the same memory."""
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> Plan:
+        """The plan of this kernel for `slices`, shared by forward and backward and by all layers. On a GPU nothing waits for the
+        device."""
         ...
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
@@ -160,11 +154,12 @@ class Kernel(Protocol):
         k: Tensor,
         v: Tensor,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        score: ScoreCall | None = None,
         max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         """Attention of `q` over `slices`, and where there is a `prior`, over its keys too.
@@ -172,8 +167,12 @@ class Kernel(Protocol):
         `prior` is the attention of the same queries over other keys, its `out` in fp32 or wider. What comes out has
         `out_dtype`: by default that of `q`, wider where it will be a prior.
 
+        `score`, there where `problem.has_score` and only there, changes the scores of visible pairs to
+        `program(softmax_scale * q @ k, b, h, q, kv)`; results for masked pairs are ignored. A row whose scores are all -inf has out 0
+        and lse -inf, like one that sees nothing.
+
         `max_scores`, there where `problem.has_max_scores` and only there, is written to: fp32 `[nheads_q, total_q]`, contiguous, each
-        entry becomes the largest one of itself and of the scores of its row, as the softmax takes them (scaled and capped).
+        entry becomes the largest one of itself and of the scores of its row, as the softmax takes them (scaled, and capped or changed by `score`).
         """
         ...
 
@@ -182,10 +181,12 @@ class Kernel(Protocol):
         grads: Grads,
         saved: Saved,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
+        score: ScoreCall | None = None,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
-        """Gradients; the same bits every time where `deterministic` is set, which is torch's setting by default."""
+        """Gradients; the same bits every time where `deterministic` is set, which is torch's setting by default. Those of the captured
+        tensors of `score` are added to its `sums`."""
         ...

@@ -1,25 +1,19 @@
-"""The tile sizes of kernels: the only place with tile numbers.
+"""The tile sizes of kernels, and which masks they run well: the only place with tile numbers.
 
 Pure functions of the problem: no environment, no globals, no second table in the device code.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from magi_compile.kernels.base import AttnProblem
-
-
-class PlanTiles(NamedTuple):
-    """The tile sizes a plan is built for: the q walk (forward, dq) and the k walk (dk, dv)."""
-
-    q_tile_rows: int
-    q_block_cols: int
-    k_tile_rows: int
-    k_block_cols: int
+from magi_compile.kernels.plan import PlanTiles
 
 
 @dataclass(frozen=True)
@@ -154,6 +148,16 @@ _BACKWARD_CAPPED = {  # with soft-cap, or a score program
 
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams
 
+#: Macros of `csrc/sm90/backward/schedule/writer.cuh`: with fewer waves tiles are few; how many shares of
+#: all work a part of few tiles may take; how many blocks of queries a part of many tiles has
+#: at least, and a tile whose thread blocks keep together.
+AGENDA_NUMBERS = {
+    "few_waves": 3,
+    "share_of_few": 1.5,
+    "least_visits": 24,
+    "least_visits_in_step": 512,
+}
+
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
 # cache. Where all heads together keep the SMs busy less than three times, one section balances better than several; tiles of a single
 # query head cannot be in parts, and balance better where they are many.
@@ -243,6 +247,9 @@ def _divisors(n: int) -> list[int]:
 _CUT_LEAST_BLOCKS, SPLIT_LEAST_BLOCKS = 32, 8
 _SPLITS_PER_SM = 4
 _MANY_SMS, _FEW_WAVES, SPLITS_MOST_TILES = 8, 3, 512
+#: Macros of `csrc/sm90/planner/split_tiles.cu`: splits are taken where they save one of so many parts of the time; all work takes one of so
+#: many parts of an SM's share longer for the chip's power limit.
+SPLIT_NUMBERS = {"least_gain": 20, "power": 3}
 
 
 def forward_splits(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:
@@ -360,3 +367,38 @@ def triton_config(problem: AttnProblem) -> TritonConfig:
         for launch in (config.forward, config.dq, config.dkdv)
     )
     return replace(config, forward=forward, dq=dq, dkdv=dkdv)
+
+
+# Of the default capacity: documents of 16 tokens on average, and no fewer than 256 slices.
+_ROWS_PER_SLICE = 16
+_MIN_CAPACITY = 256
+# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks
+# of a BlockMask.
+MIN_PERIOD = 256
+_FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
+MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys
+
+
+def apply_now(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`."""
+    return function(*args)
+
+
+def slice_capacity(seqlen_q: Any, max_intervals: int, apply: Callable[..., Any] = apply_now) -> Any:
+    """Room for the slices of one mask, where nobody says how many there are.
+
+    Args:
+        seqlen_q: number of queries, an int or what `apply` takes for one.
+        max_intervals: the most key intervals that a row sees.
+        apply: computes `function(*args)`: at once, or by a node of a graph.
+
+    Returns:
+        The number of slices.
+    """
+    rows = apply(operator.floordiv, seqlen_q, _ROWS_PER_SLICE)
+    return apply(operator.mul, apply(operator.add, rows, _MIN_CAPACITY), max(1, max_intervals))
+
+
+def repeats_too_often(period: int, seqlen_k: int) -> bool:
+    """True if kernels walk more for a mask that repeats after `period` keys than FlexAttention for its BlockMask."""
+    return period < MIN_PERIOD and period * _FEW_PERIODS < seqlen_k

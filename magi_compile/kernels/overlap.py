@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, Grads, Kernel
+from magi_compile.kernels.plan import Plan
 from magi_compile.masks.slices import AttnSlices
 
 
@@ -115,7 +116,7 @@ class PhasedKernel(Kernel, Protocol):
         grads: Grads,
         saved: SavedQueries,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
     ) -> BackwardSteps:
         """The backward pass of keys that arrive between `begin` and `main`, which is called once. dk and dv are complete for what

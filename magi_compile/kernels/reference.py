@@ -17,7 +17,9 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.kernels.merge import merge_prior
+from magi_compile.kernels.plan import Plan
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.score.program import ScoreCall
 
 
 def exact_forward(
@@ -116,14 +118,8 @@ class ReferenceKernel:
     def notes(self, problem: AttnProblem) -> list[str]:
         return []
 
-    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        return []
-
-    def pack(self, plan: list[Tensor]) -> list[Tensor]:
-        return plan
-
-    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
-        return packed
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> Plan:
+        return Plan()
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return None
@@ -134,14 +130,16 @@ class ReferenceKernel:
         k: Tensor,
         v: Tensor,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        score: ScoreCall | None = None,
         max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         assert slices is not None
+        assert score is None
         assert (max_scores is not None) == problem.has_max_scores
         out, lse = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
         if max_scores is not None:
@@ -154,12 +152,14 @@ class ReferenceKernel:
         grads: Grads,
         saved: Saved,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
+        score: ScoreCall | None = None,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
         assert slices is not None
+        assert score is None
         dq, dk, dv = exact_backward(grads, saved, slices, problem.softmax_scale, problem.softcap)
         q, k, v, *_ = saved
         return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))

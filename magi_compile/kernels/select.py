@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.scored import ScoredKernel
+from magi_compile.score.program import ScoreProgram
 
 # "module:class" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
 KERNELS: dict[str, str] = {
@@ -34,15 +36,51 @@ SLOWER_WITH_SCORES = {
 }
 
 
-def select(problem: AttnProblem, force: str | None = None) -> Kernel:
+class ScoreNeeds(NamedTuple):
+    """A score program, and what a kernel has to know of the tensors that it takes.
+
+    Attributes:
+        program: the program.
+        dtypes: those of its tensors.
+        ranks: their numbers of dimensions.
+        wants_table_gradients: whether they need gradients.
+    """
+
+    program: ScoreProgram
+    dtypes: tuple[torch.dtype, ...]
+    ranks: tuple[int, ...]
+    wants_table_gradients: bool
+
+
+class Selection(NamedTuple):
+    """The kernel for a problem.
+
+    Attributes:
+        kernel: it runs the problem; the same instance every time.
+        passed_over: the reasons against each kernel that comes before it, by name.
+    """
+
+    kernel: Kernel
+    passed_over: dict[str, tuple[str, ...]]
+
+
+def select(
+    problem: AttnProblem,
+    force: str | None = None,
+    score: ScoreNeeds | None = None,
+    *,
+    may_be_slower: bool = False,
+) -> Selection:
     """The kernel that runs `problem`.
 
     Args:
         problem: what is asked for.
         force: the name of the only kernel to consider; None considers all but those of `ONLY_IF_FORCED`.
+        score: the score program that the kernel has to run, where it is known.
+        may_be_slower: whether a kernel will do that is slower than FlexAttention, for callers that cannot stay there.
 
     Returns:
-        The kernel; the same instance every time.
+        The kernel, and why others were passed over.
 
     Raises:
         ValueError: if `force` names no kernel.
@@ -54,27 +92,44 @@ def select(problem: AttnProblem, force: str | None = None) -> Kernel:
         considered = [force]
     else:
         raise ValueError(f"`force` must be one of {', '.join(KERNELS)}, got {force!r}")
-    reasons = {}
+    passed_over: dict[str, tuple[str, ...]] = {}
     for name in considered:
-        reasons[name] = _refusals(name, problem)
-        if force is None:
-            reasons[name] += slower_than_flex(name, problem)
-        if not reasons[name]:
-            return load(name)
-    listed = "\n".join(f"  {name}: {why}" for name, whys in reasons.items() for why in whys)
+        reasons = refusals(name, problem, score)
+        if not reasons and force is None and not may_be_slower:
+            reasons = _slower_than_flex(name, problem)
+        if not reasons:
+            return Selection(load(name), passed_over)
+        passed_over[name] = tuple(reasons)
+    listed = "\n".join(f"  {name}: {why}" for name, whys in passed_over.items() for why in whys)
     raise NotImplementedError(f"no kernel can run {problem}:\n{listed}")
 
 
-def slower_than_flex(name: str, problem: AttnProblem) -> list[str]:
+def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -> list[str]:
+    """Every reason why the kernel called `name` cannot run `problem`, with `score` where it is known; empty when it
+    can."""
+    try:
+        kernel = load(name)
+    except ImportError as error:
+        return [f"cannot be imported: {error}"]
+    reasons = kernel.refusals(problem)
+    if not problem.has_score:
+        return reasons
+    if not isinstance(kernel, ScoredKernel):
+        return [*reasons, "has no score_mods but a scale and a soft-cap"]
+    if reasons or score is None:
+        return reasons
+    of_program = score.program, score.dtypes, score.ranks
+    reasons = kernel.score_refusals(problem, *of_program)
+    if score.wants_table_gradients:
+        reasons = [*reasons, *kernel.table_refusals(*of_program)]
+    return reasons
+
+
+def _slower_than_flex(name: str, problem: AttnProblem) -> list[str]:
     """The reason why the kernel called `name` runs `problem` only by name."""
     slower = [SLOWER_WITH_BITS.get(name)] if problem.has_bits else []
     slower += [SLOWER_WITH_SCORES.get(name)] if problem.has_score else []
     return [why for why in slower if why]
-
-
-def refusals_by_kernel(problem: AttnProblem) -> dict[str, list[str]]:
-    """Every kernel's reasons against `problem`, in order of preference; an empty list means it can run it."""
-    return {name: _refusals(name, problem) for name in KERNELS}
 
 
 @cache
@@ -151,14 +206,3 @@ def _of_masks(arch: tuple[int, int] | None, name: str) -> Callable | None:
     except ImportError:  # of cuda-bindings, without which there is no kernel called "cuda" either
         return None
     return getattr(module, f"{name}_on_device")
-
-
-def _refusals(name: str, problem: AttnProblem) -> list[str]:
-    try:
-        kernel = load(name)
-    except ImportError as error:
-        return [f"cannot be imported: {error}"]
-    refusals = kernel.refusals(problem)
-    if problem.has_score and not isinstance(kernel, ScoredKernel):
-        refusals = [*refusals, "has no score_mods but a scale and a soft-cap"]
-    return refusals

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from magi_compile import _compat
+from magi_compile.functions.names import is_in_place, is_random, name_of
+from magi_compile.functions.text import run
 from magi_compile.lowering.emit import value_of
 from magi_compile.masks import (
     MaskProgram,
@@ -22,10 +24,8 @@ from magi_compile.masks import (
     padded_slices_from_intervals,
     row_intervals,
 )
+from magi_compile.masks.errors import refuse_broken
 from magi_compile.masks.evaluation.sizes import MaskSizes
-from magi_compile.masks.program.names import is_in_place, is_random, name_of
-from magi_compile.masks.program.source import run
-from magi_compile.masks.solver.solve import refuse_broken
 
 MAX_NODES = 64  # between the inputs of a graph and a captured tensor, which are computed for this
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,101 +21,15 @@ from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, output_like
-from magi_compile.kernels.select import (
-    ONLY_IF_FORCED,
-    load,
-    problem_of,
-    refusals_by_kernel,
-    select,
-)
+from magi_compile.lowering.analysis import Analysis, analyze, decision_on
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
-from magi_compile.lowering.masks import Mask, Way, emit_mask
+from magi_compile.lowering.masks import Mask, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
-from magi_compile.lowering.scores import Scores
+from magi_compile.ops.arguments import Options, short
 from magi_compile.ops.dtensors import are_distributed
 from magi_compile.ops.layout import by_entries, inverse, memory_order
-from magi_compile.ops.validation import check_block_lists, check_padded_shapes
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """The analysis of one call: it can be lowered if there are no `reasons`, and then no field is None."""
-
-    reasons: tuple[str, ...]
-    problem: AttnProblem
-    way: Way
-    scores: Scores
-    kernel: str | None
-
-
-def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
-    """Collects everything that speaks against lowering `call`, and what is needed to do it."""
-    reasons = []
-    q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
-    _check_shapes(call, q, k, v)
-    backend = call.kernel_options.get("BACKEND", "AUTO")
-    if backend != "AUTO":
-        reasons.append(f"kernel_options asks for FlexAttention's BACKEND={backend!r}")
-    if not q.dtype == k.dtype == v.dtype and not _is_cast(call):
-        reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
-
-    scores = Scores.of(call)
-    reasons += scores.reasons
-
-    way, kernel = Way.of(call, options), None
-    problem = way.problem(_problem(call, scores))
-    obstacles = way.obstacles
-    if way.may_have_bits:
-        with_bits = replace(problem, has_bits=True)
-        try:
-            kernel, problem = select(with_bits, options.kernel).name, with_bits
-        except NotImplementedError as error:
-            obstacles = (str(error),)
-    if way.reasons and kernel is None:
-        reasons += (*way.reasons, *obstacles)
-    if kernel is None:
-        try:
-            kernel = select(problem, options.kernel).name
-        except NotImplementedError as error:
-            reasons.append(str(error))
-    if kernel is not None and scores.read is not None:
-        reasons += scores.refusals(load(kernel), problem)
-    return Analysis(tuple(reasons), problem, way, scores, kernel)
-
-
-def _problem(call: FlexCall, scores: Scores) -> AttnProblem:
-    q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
-    factors = scores.factors
-    softmax_scale = float(value_of(call.scale)) * factors.scale
-    problem = problem_of(q, k, v, softmax_scale, factors.softcap, _out_dtype(call))
-    return replace(
-        problem,
-        has_score=scores.program is not None,
-        has_max_scores=bool(call.kernel_options.get("OUTPUT_MAX")),
-    )
-
-
-def _check_shapes(call: FlexCall, q: Any, k: Any, v: Any) -> None:
-    """Raises ValueError where tensors do not fit together: FlexAttention looks at v only when it computes with it."""
-    try:
-        check_padded_shapes(q, k, v)
-        check_block_lists([value_of(node) for node in call.block_mask[2:4]], q)
-    except ValueError as error:
-        where = f" (flex_attention at {call.location})" if call.location else ""
-        raise _compat.as_user_error(ValueError(f"{error}{where}")) from None
-
-
-def _is_cast(call: FlexCall) -> bool:
-    """True if autocast is on, so that q, k and v will have one dtype; where that is not known they stay as they are."""
-    q = value_of(call.q)
-    return _out_dtype(call) != q.dtype or torch.is_autocast_enabled(q.device.type)
-
-
-def _out_dtype(call: FlexCall) -> torch.dtype:
-    """Under autocast the call computes in the autocast dtype, not in that of q."""
-    return value_of(call.node)[0].dtype
 
 
 def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -> tuple[Node, ...]:
@@ -133,7 +46,6 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
         `[B, Hq, Sq]`, in the units of the call.
     """
     problem = found.problem
-    assert found.kernel is not None
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
     by_head = found.way.is_by_head
     qkv = tuple(
@@ -142,17 +54,15 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
     )
     by_entry = (batch, int(value_of(call.q).shape[1]), seqlen_q)
     given = _given_in_place(call, qkv)
-    of_entries: tuple[Any, ...] = ()
-    if given != qkv or _is_returned_in_place(emit, call, qkv[0], problem):
-        of_entries = (batch, seqlen_q, by_entry[1], by_head)
+    is_by_entry = given != qkv or _is_returned_in_place(emit, call, qkv[0], problem)
     plan = _emit_plan(emit, found, mask, qkv)
-    result = _emit_op(emit, call, found, mask, plan, given, of_entries)
+    result = _emit_op(emit, call, found, mask, plan, given, by_entry=is_by_entry)
     for node, same in zip(qkv, given, strict=True):
         if node is not same:
             emit.erase_unused(node, same)
-    num_outputs = 3 if problem.has_max_scores else 2
+    num_outputs = 3 if problem.has_max_scores else 2  # of those that are read
     out, *of_rows = (emit.call(operator.getitem, result, i) for i in range(num_outputs))
-    if of_entries:
+    if is_by_entry:
         pass
     elif by_head:
         out = emit.call(torch.reshape, out, (*by_entry, problem.head_dim_v))
@@ -224,60 +134,45 @@ def _emit_op(
     mask: Mask,
     plan: list[Node],
     qkv: tuple[Node, ...],
-    of_entries: tuple[Any, ...],
+    *,
+    by_entry: bool,
 ) -> Node:
-    """Emits the op of packed tensors, whose output has the entries of the batch if these are given."""
-    problem = found.problem
-    assert found.kernel is not None
-    kernel = load(found.kernel)
+    """Emits the op, of packed tensors or by entries of the batch."""
+    problem, kernel = found.problem, found.kernel
     needs_slices = kernel.needs_slices or not plan or problem.has_bits
-    slices = list(mask.slices) if needs_slices else []
-    name = "attention_with_max_scores" if problem.has_max_scores else "attention"
-    if found.scores.program is not None:
-        name = f"scored_{name}"
-    op = getattr(torch.ops.magi, f"{name}_of_entries" if of_entries else name).default
-    if found.scores.program is None:
-        options = (problem.softmax_scale, problem.softcap, kernel.name)
-        return emit.call(op, *qkv, slices, plan, *options, *of_entries)
-    tables, symbols = found.scores.emit(emit, call)
-    nheads = int(value_of(call.q).shape[1]) if found.way.is_by_head else 1
-    lengths = [emit.size(call.q, 2), emit.size(call.k, 2), nheads]
-    return emit.call(
-        op,
-        *qkv,
-        *(tables, slices, plan, symbols, found.scores.program.text, lengths),
-        problem.softmax_scale,
-        kernel.name,
-        *of_entries,
+    slices: Any = list(mask.ranges) if needs_slices else []
+    planned: Any = plan
+    bits: Any = mask.bits
+    options = Options(
+        *(slices, planned, problem.softmax_scale, problem.softcap, kernel.name, bits),
+        by_entry=by_entry,
+        return_max_scores=problem.has_max_scores,
     )
+    has_score = found.scores.program is not None
+    if has_score or by_entry:
+        batch, nheads, seqlen_q, _ = (emit.size(call.q, dim) for dim in range(4))
+        by_head = int(found.way.is_by_head)
+        sizes: Any = [batch, nheads, seqlen_q, emit.size(call.k, 2), by_head]
+        options = options._replace(numbering=sizes)
+    if found.scores.program is not None:
+        captured: Any = found.scores.emit(emit, call)
+        score = found.scores.program.text
+        options = options._replace(tables=captured[0], symbols=captured[1], score=score)
+    return emit.call(torch.ops.magi.attention.default, *qkv, *options.short())
 
 
 def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]) -> list[Node]:
     """The plan, which calls of one mask share; nothing where it is found out in each call."""
-    problem = found.problem
-    assert found.kernel is not None
-    kernel = load(found.kernel)
+    problem, kernel = found.problem, found.kernel
     if not kernel.plans_in_graph:
         return []
     key = (kernel.name, kernel.plan_key(problem))
     if key not in mask.plans:
         heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
         totals = (emit.size(qkv[0], 0), emit.size(qkv[1], 0))
-        lists, bits = mask.slices[:3], list[Any](mask.slices[3:])
-        ops = torch.ops.magi
-        op = ops.plan_with_bits.default if bits else ops.plan.default
-        if problem.has_score:
-            op, bits = ops.plan_for_scores.default, bits or [None]
-        mask.plans[key] = emit.call(
-            op,
-            *lists,
-            *totals,
-            problem.dtype,
-            *heads,
-            problem.softcap,
-            kernel.name,
-            *bits,
-        )
+        rest = short((mask.bits, problem.has_score), 0)
+        sizes = (*totals, problem.dtype, *heads, problem.softcap, kernel.name)
+        mask.plans[key] = emit.call(torch.ops.magi.plan.default, *mask.ranges, *sizes, *rest)
     node = mask.plans[key]
     return [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
 
@@ -330,8 +225,8 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_hea
 
 
 class LoweredCall(NamedTuple):
-    """A decision, the node that now runs the attention, `magi::attention`, `magi::scored_attention` or one of these with the largest
-    scores, or FlexAttention where it was refused, and the nodes of its slices, which need not be among its arguments."""
+    """A decision, the node that now runs the attention: `magi::attention`,
+    or FlexAttention where it was refused; and the nodes of its slices, which need not be among its arguments."""
 
     decision: Decision
     node: Node
@@ -375,7 +270,7 @@ def _lower_graph(
     for node in nodes:
         call = FlexCall.parse(gm, node, root)
         found = analyze(call, options)
-        decision = _decision(call, found)
+        decision = decision_on(call, found)
         report.add(decision)
         slices: tuple[Node, ...] = ()
         if not found.reasons:
@@ -395,32 +290,6 @@ def _lower_graph(
     return lowered
 
 
-def _decision(call: FlexCall, found: Analysis) -> Decision:
-    shapes = (value_of(node).shape for node in (call.q, call.k))
-    q_shape, k_shape = (
-        tuple(s if isinstance(s, int) else str(s) for s in shape) for shape in shapes
-    )
-    passed_over = []
-    for name, why in refusals_by_kernel(found.problem).items():
-        if name == found.kernel:
-            break
-        if name in ONLY_IF_FORCED:
-            continue
-        passed_over.append((name, tuple(why)))
-    kernel = None if found.reasons else found.kernel
-    return Decision(
-        call.location,
-        q_shape,
-        k_shape,
-        str(found.way.program),
-        kernel,
-        found.reasons,
-        tuple(passed_over),
-        (*found.way.notes, *load(kernel).notes(found.problem)) if kernel else (),
-        str(found.scores.program or ""),
-    )
-
-
 def _replace(
     call: FlexCall, found: Analysis, masks: dict[Any, Mask], options: LoweringOptions
 ) -> tuple[Node, tuple[Node, ...]]:
@@ -429,7 +298,7 @@ def _replace(
     way = found.way
     key = (way.program.text, way.heads, call.mask_buffers, call.block_lists, str(sizes))
     if key not in masks:
-        masks[key] = emit_mask(emit, call, way, options)
+        masks[key] = emit_mask(emit, way, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])
     for user in list(call.node.users):
         assert user.target is operator.getitem, user

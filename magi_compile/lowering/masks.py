@@ -8,7 +8,9 @@ a GPU in the call that is compiled.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +18,13 @@ from torch.fx import Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import (
+    MAX_BIT_BLOCKS,
+    MIN_PERIOD,
+    apply_now,
+    repeats_too_often,
+    slice_capacity,
+)
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.example_data import order_reasons
 from magi_compile.lowering.flex_call import FlexCall
@@ -27,51 +36,122 @@ from magi_compile.masks import (
     padded_slices_from_intervals,
     row_intervals,
 )
+from magi_compile.masks.errors import refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import Grid
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 from magi_compile.masks.slices import MAX_SEQLEN
-from magi_compile.masks.solver.solve import refuse_broken
-
-ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
-MIN_CAPACITY = 256
-# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
-MIN_PERIOD = 256
-MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys
-FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
 
 
-def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
-    """The number of keys of a batch entry, and the captured ints of the mask; None where a graph is to serve
-    several."""
-    seqlen_k, symbols = value_of(call.k).shape[2], [value_of(x) for x in call.mask_symbols]
-    are_known = all(isinstance(symbol, int) for symbol in symbols)
-    return seqlen_k if isinstance(seqlen_k, int) else None, symbols if are_known else None
+@dataclass(frozen=True)
+class MaskOfCall:
+    """The mask of a call, and what is known of it when the graph is made.
 
-
-def period_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
-    """Reasons against intervals for a mask that repeats along the keys, where there is an alternative.
-
-    Args:
+    Attributes:
         call: the attention.
-        program: its mask.
-
-    Returns:
-        The reasons; none where intervals are the way to go.
-
-    Raises:
-        UnsupportedMaskError: a row sees more intervals than are representable.
+        program: the mask.
+        lengths: batch entries, and queries and keys of one; None where a graph is to serve several.
+        symbols: the captured ints of the mask; None where a graph is to serve several.
+        heads: those for which it has intervals of their own.
     """
-    seqlen_k, symbols = sizes_of(call)
-    count, period = (f(seqlen_k, symbols) for f in (program.max_intervals, program.least_period))
-    if period is None or period >= MIN_PERIOD:
-        return []
-    if period * FEW_PERIODS >= (seqlen_k or MAX_SEQLEN):
-        return []
-    return [
-        f"a row sees up to {count} key intervals, one in each period of {period} keys; with periods of fewer than {MIN_PERIOD} "
-        "keys FlexAttention is faster"
-    ]
+
+    call: FlexCall
+    program: MaskProgram
+    lengths: tuple[int | None, int | None, int | None]
+    symbols: list[int] | None
+    heads: Heads
+
+    @classmethod
+    def of(cls, call: FlexCall) -> MaskOfCall:
+        """That of `call`, read from its mask_mod."""
+        names = [_compat.source_name(table) for table in call.mask_tables]
+        captures = [value_of(buffer) for buffer in call.mask_buffers]
+        program = read_graph(call.mask_mod, captures, names)
+        (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
+        symbols = [value_of(x) for x in call.mask_symbols]
+        differs = not program.refusals and program.differs_by_head
+        return cls(
+            call,
+            program,
+            (_known(batch), _known(seqlen_q), _known(seqlen_k)),
+            symbols if all(isinstance(symbol, int) for symbol in symbols) else None,
+            heads_of(call) if differs else ONE_MASK,
+        )
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return value_of(self.call.q).device.type == "cpu"
+
+    @property
+    def varies(self) -> bool:
+        """True if the mask depends on more than the lengths."""
+        program = self.program
+        return program.reads_tensors or bool(program.columns) or program.num_symbols > 0
+
+    @property
+    def max_intervals(self) -> int:
+        """The most key intervals that a row sees. Raises UnsupportedMaskError for more than are representable."""
+        return self.program.max_intervals(self.lengths[2], self.symbols)
+
+    def sizes(self, heads: Heads) -> MaskSizes | None:
+        """Those of the mask where `heads` have masks of their own; None where lengths are not known."""
+        batch, seqlen_q, seqlen_k = self.lengths
+        if batch is None or seqlen_q is None or seqlen_k is None:
+            return None
+        return MaskSizes(batch, seqlen_q, seqlen_k, heads)
+
+    @cached_property
+    def intervals(self) -> RowIntervals | None:
+        """The key intervals, in every run, of a mask that depends on no tensor; None for others, and while lengths
+        are not known."""
+        sizes = self.sizes(self.heads)
+        if self.program.reads_tensors or sizes is None or self.symbols is None:
+            return None
+        with _compat.without_fake_tensors():
+            return row_intervals(self.program, (), self.symbols, **sizes._asdict(), device="cpu")
+
+    @property
+    def least_capacity(self) -> int:
+        """The number of slices of a mask that depends on no tensor, on average over batch entries and heads with
+        masks of their own; 0 where that is not known yet."""
+        intervals = self.intervals
+        if intervals is None or not intervals.sizes.entries:
+            return 0
+        with _compat.without_fake_tensors():
+            _, fits = padded_slices_from_intervals(intervals, 1)
+            return -(-int(fits.values[0]) // intervals.sizes.entries)
+
+    def capacity(
+        self,
+        options: LoweringOptions,
+        batch: Any,
+        seqlen_q: Any,
+        apply: Callable[..., Any] = apply_now,
+    ) -> Any:
+        """Room for the slices of intervals.
+
+        Args:
+            options: what the user asks for.
+            batch: number of batch entries, an int or what `apply` takes for one.
+            seqlen_q: number of queries of an entry, likewise.
+            apply: computes `function(*args)`: at once, or by a node of a graph.
+
+        Returns:
+            The number of slices, for all entries and heads.
+        """
+        if options.slice_capacity is not None:
+            capacity: Any = options.slice_capacity
+        else:
+            capacity = slice_capacity(seqlen_q, self.max_intervals, apply)
+            if least := self.least_capacity:  # so that lengths are ints
+                capacity = max(capacity, least)
+        if self.heads.q > 1:
+            capacity = apply(operator.mul, capacity, self.heads.q)
+        return apply(operator.mul, capacity, batch)
+
+
+def _known(size: Any) -> int | None:
+    return size if isinstance(size, int) else None
 
 
 def heads_of(call: FlexCall) -> Heads:
@@ -79,38 +159,40 @@ def heads_of(call: FlexCall) -> Heads:
     return Heads(*(int(value_of(x).shape[1]) for x in (call.q, call.k)))
 
 
-def heads_of_intervals(call: FlexCall, program: MaskProgram) -> Heads:
-    """The heads for which a mask has intervals of their own."""
-    return heads_of(call) if program.differs_by_head else ONE_MASK
+def period_reasons(mask: MaskOfCall) -> list[str]:
+    """Reasons against intervals for a mask that repeats along the keys, where there is an alternative.
+
+    Args:
+        mask: the mask.
+
+    Returns:
+        The reasons; none where intervals are the way to go.
+
+    Raises:
+        UnsupportedMaskError: a row sees more intervals than are representable.
+    """
+    seqlen_k = mask.lengths[2]
+    count, period = mask.max_intervals, mask.program.least_period(seqlen_k, mask.symbols)
+    if period is None or not repeats_too_often(period, seqlen_k or MAX_SEQLEN):
+        return []
+    return [
+        f"a row sees up to {count} key intervals, one in each period of {period} keys; with periods of fewer than {MIN_PERIOD} "
+        "keys FlexAttention is faster"
+    ]
 
 
-def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals | None:
-    """The key intervals, in every run, of a mask that depends on no tensor; None for others, and while lengths are not
-    known."""
-    seqlen_k, symbols = sizes_of(call)
-    batch, _, seqlen_q, _ = value_of(call.q).shape
-    is_known = isinstance(seqlen_q, int) and isinstance(batch, int)
-    if program.reads_tensors or not is_known or seqlen_k is None or symbols is None:
-        return None
-    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads_of_intervals(call, program))
-    with _compat.without_fake_tensors():
-        return row_intervals(program, (), symbols, **sizes._asdict(), device="cpu")
-
-
-def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
+def refuse_without_data(mask: MaskOfCall) -> None:
     """Checks now the order of computed tables that depend on no tensor: it is the same in every run.
 
     Args:
-        call: the attention.
-        program: its mask.
+        mask: the mask.
 
     Raises:
         UnsupportedMaskError: the order of these tables is not what intervals need.
     """
-    if program.reads_tensors or not program.columns:
+    if mask.program.reads_tensors or not mask.program.columns:
         return
-    intervals = intervals_without_data(call, program)
-    if intervals is None:
+    if mask.intervals is None:
         raise UnsupportedMaskError(
             [
                 "the mask_mod computes tables whose lengths are dynamic in the graph; mark these lengths as static, or "
@@ -118,22 +200,12 @@ def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
             ]
         )
     with _compat.without_fake_tensors():
-        refuse_broken(intervals.checks)
+        refuse_broken(mask.intervals.checks)
 
 
-def least_capacity(call: FlexCall, program: MaskProgram) -> int:
-    """The number of slices of a mask that depends on no tensor, on average over batch entries and heads with masks of
-    their own; 0 where that is not known yet."""
-    intervals = intervals_without_data(call, program)
-    if intervals is None or not intervals.sizes.entries:
-        return 0
-    with _compat.without_fake_tensors():
-        _, fits = padded_slices_from_intervals(intervals, 1)
-        return -(-int(fits.values[0]) // intervals.sizes.entries)
-
-
-def reasons_for_bits(call: FlexCall, program: MaskProgram) -> tuple[str, ...]:
-    """Reasons against intervals for the mask of `call`; empty where it has them."""
+def reasons_for_bits(mask: MaskOfCall) -> tuple[str, ...]:
+    """Reasons against intervals for the mask, whatever its data; empty where it has them."""
+    call, program = mask.call, mask.program
     if _compat.PERMUTED_TOKENS in map(_compat.source_name, call.mask_tables):
         return (
             "the mask is of tokens that a load balancer of PyTorch's context parallelism has permuted; spread them with "
@@ -148,8 +220,8 @@ def reasons_for_bits(call: FlexCall, program: MaskProgram) -> tuple[str, ...]:
             "magi_compile.masks.slices_from_block_mask",
         )
     try:
-        reasons = period_reasons(call, program)
-        refuse_without_data(call, program)
+        reasons = period_reasons(mask)
+        refuse_without_data(mask)
     except UnsupportedMaskError as error:
         return tuple(error.reasons)
     return tuple(reasons)
@@ -160,14 +232,14 @@ class Way:
     """The way of a mask.
 
     Attributes:
-        program: the mask.
+        mask: the mask.
         reasons: why it takes that of bit blocks; empty where it takes that of intervals.
         heads: those with masks of their own, in either way.
         decides: whether the data of each run decide between both.
         obstacles: why it cannot take that of bit blocks, if it has to.
     """
 
-    program: MaskProgram
+    mask: MaskOfCall
     reasons: tuple[str, ...]
     heads: Heads
     decides: bool
@@ -176,21 +248,21 @@ class Way:
     @classmethod
     def of(cls, call: FlexCall, options: LoweringOptions) -> Way:
         """The way of the mask of `call`."""
-        names = [_compat.source_name(table) for table in call.mask_tables]
-        captures = [value_of(buffer) for buffer in call.mask_buffers]
-        program = read_graph(call.mask_mod, captures, names)
-        reasons = reasons_for_bits(call, program)
-        heads = ONE_MASK if program.refusals else heads_of_intervals(call, program)
-        # An op on a GPU would wait for the data.
-        is_on_cpu = value_of(call.q).device.type == "cpu"
-        varies = program.reads_tensors or bool(program.columns) or program.num_symbols > 0
-        if not reasons and varies:
-            reasons = _data_reasons(call, program, heads, options)
-        if reasons and program.is_verifiable and _is_by_head(call, program):
+        mask = MaskOfCall.of(call)
+        reasons = reasons_for_bits(mask)
+        heads = mask.heads
+        if not reasons and mask.varies:
+            reasons = _data_reasons(mask, options)
+        if reasons and mask.program.is_verifiable and _is_by_head(mask):
             heads = heads_of(call)
-        decides = not reasons and varies and is_on_cpu and program.is_verifiable
-        obstacles = _room_reasons(call, heads) if reasons and not is_on_cpu else ()
-        return cls(program, reasons, heads, decides, obstacles)
+        # An op on a GPU would wait for the data.
+        decides = not reasons and mask.varies and mask.is_on_cpu and mask.program.is_verifiable
+        obstacles = _room_reasons(mask.sizes(heads)) if reasons and not mask.is_on_cpu else ()
+        return cls(mask, reasons, heads, decides, obstacles)
+
+    @property
+    def program(self) -> MaskProgram:
+        return self.mask.program
 
     @property
     def may_have_bits(self) -> bool:
@@ -216,93 +288,83 @@ class Way:
         return tuple(found)
 
 
-def _data_reasons(
-    call: FlexCall, program: MaskProgram, heads: Heads, options: LoweringOptions
-) -> tuple[str, ...]:
+def _data_reasons(mask: MaskOfCall, options: LoweringOptions) -> tuple[str, ...]:
     """Reasons for bit blocks where a mask has intervals only for data in some order, whatever the data of later runs."""
+    call, program, sizes = mask.call, mask.program, mask.sizes(mask.heads)
     if options.bits and program.is_verifiable:
         return ("options={'magi.bits': True} asks for them",)
-    if value_of(call.q).device.type == "cpu" and program.is_verifiable:
+    if mask.is_on_cpu and program.is_verifiable:
         return ()  # they decide again in each run
-    batch, _, seqlen_q, _ = value_of(call.q).shape
-    sizes = (batch, seqlen_q, value_of(call.k).shape[2])
-    if not all(isinstance(size, int) for size in sizes):
+    if sizes is None or mask.symbols is None:
         return ()
-    capacity = _capacity(Emitter(call.node.graph, call.node), call, program, heads, options)
-    return order_reasons(
-        program,
-        call.table_sources,
-        [value_of(x) for x in call.mask_symbols],
-        MaskSizes(*sizes, heads),
-        capacity,
-        value_of(call.q).device,
-    )
+    capacity = mask.capacity(options, sizes.batch, sizes.seqlen_q)
+    device = value_of(call.q).device
+    return order_reasons(program, call.table_sources, mask.symbols, sizes, capacity, device)
 
 
-def _room_reasons(call: FlexCall, heads: Heads) -> tuple[str, ...]:
+def _room_reasons(sizes: MaskSizes | None) -> tuple[str, ...]:
     """Reasons against room for the bits of all blocks: how many need bits is known only with the data."""
-    (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
-    sizes = (batch, seqlen_q, seqlen_k)
-    if not all(isinstance(size, int) for size in sizes):
+    if sizes is None:
         return ("the lengths are dynamic in the graph, from which the room for bit blocks follows",)
-    count = Grid(batch, heads, seqlen_q, seqlen_k).num_blocks
+    count = Grid(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k).num_blocks
     if count <= MAX_BIT_BLOCKS:
         return ()
     return (f"there would be room for {count} bit blocks; at most {MAX_BIT_BLOCKS} are kept",)
 
 
-def _is_by_head(call: FlexCall, program: MaskProgram) -> bool:
+def _is_by_head(mask: MaskOfCall) -> bool:
+    program = mask.program
     if program.is_always_true:  # so that block lists decide
-        return value_of(call.block_lists[0]).shape[1] > 1
+        return value_of(mask.call.block_lists[0]).shape[1] > 1
     # Its expression knows better than its code, where there is one.
     return program.is_by_head if program.refusals else program.differs_by_head
 
 
 @dataclass
 class Mask:
-    """The nodes of a mask that calls of one graph share: of its slices, three, or four with bit blocks."""
+    """The nodes of a mask that calls of one graph share.
 
-    slices: tuple[Node, ...]
+    Attributes:
+        ranges: of its slices: ranges of queries, ranges of keys, and types.
+        bits: of its bit blocks; None where it has none.
+        plans: of its plans, by what these depend on.
+    """
+
+    ranges: tuple[Node, ...]
+    bits: Node | None = None
     plans: dict[Any, Node] = field(default_factory=dict)
 
+    @property
+    def slices(self) -> tuple[Node, ...]:
+        """Its slices as ops take them."""
+        return self.ranges if self.bits is None else (*self.ranges, self.bits)
 
-def emit_mask(emit: Emitter, call: FlexCall, way: Way, options: LoweringOptions) -> Mask:
+
+def emit_mask(emit: Emitter, way: Way, options: LoweringOptions) -> Mask:
     """Derives the slices of the mask, for the packed rows of all batch entries."""
+    call = way.mask.call
     has_bits = bool(way.reasons) or way.decides
     op = torch.ops.magi.mask_bits.default if has_bits else torch.ops.magi.mask_slices.default
+    batch, seqlen_q, seqlen_k = (
+        emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))
+    )
+    capacity = 0
+    if not way.reasons:
+        capacity = way.mask.capacity(options, batch, seqlen_q, emit.arithmetic)
     slices = emit.call(
         op,
         call.mask_tables,
         call.mask_symbols,
         way.program.text,
-        emit.size(call.q, 0),
-        emit.size(call.q, 2),
-        emit.size(call.k, 2),
-        0 if way.reasons else _capacity(emit, call, way.program, way.heads, options),
+        batch,
+        seqlen_q,
+        seqlen_k,
+        capacity,
         value_of(call.q).device,
         list(call.block_lists),
         call.block_size if call.block_lists else [],
         options.verify,
         *([list(way.heads)] if has_bits or way.is_by_head else []),
     )
-    return Mask(tuple(emit.call(operator.getitem, slices, i) for i in range(3 + has_bits)))
-
-
-def _capacity(
-    emit: Emitter, call: FlexCall, program: MaskProgram, heads: Heads, options: LoweringOptions
-) -> Any:
-    """Room for the slices of intervals."""
-    batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
-    if options.slice_capacity is not None:
-        capacity: Any = options.slice_capacity
-    else:
-        rows = emit.arithmetic(operator.floordiv, seqlen_q, ROWS_PER_SLICE)
-        capacity = emit.arithmetic(operator.add, rows, MIN_CAPACITY)
-        capacity = emit.arithmetic(
-            operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call)))
-        )
-        if isinstance(capacity, int):
-            capacity = max(capacity, least_capacity(call, program))
-    if heads.q > 1:
-        capacity = emit.arithmetic(operator.mul, capacity, heads.q)
-    return emit.arithmetic(operator.mul, capacity, batch)
+    ranges = tuple(emit.call(operator.getitem, slices, i) for i in range(3))
+    return Mask(ranges, emit.call(operator.getitem, slices, 3) if has_bits else None)

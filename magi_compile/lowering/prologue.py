@@ -22,19 +22,15 @@ from torch.fx import Graph, GraphModule, Node
 from magi_compile import _compat
 from magi_compile._checks import as_raised, raise_pending
 from magi_compile._kept import Made, Memo
+from magi_compile.functions.names import is_in_place
 from magi_compile.lowering.emit import value_key, value_of
-from magi_compile.masks.program.names import is_in_place
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
 from magi_compile.ops.masks import mask_bits, mask_slices  # noqa: F401  (define the ops)
 
 MAX_KEPT = 64  # masks, the least recently used goes
 
 _MASKS = (torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default)
-_PLANS = (
-    torch.ops.magi.plan.default,
-    torch.ops.magi.plan_with_bits.default,
-    torch.ops.magi.plan_for_scores.default,
-)
+_PLANS = (torch.ops.magi.plan.default,)
 _BLOCK_LISTS, _VERIFY = 8, 10  # arguments of both
 # What may stand between the inputs of a graph and its masks: sizes, and sums of sizes.
 _OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)
@@ -147,13 +143,7 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
     placeholders = root.graph.find_nodes(op="placeholder")
     masks = [node for node in root.graph.nodes if _is_from_outside(node)]
     taken = [node for node in root.graph.nodes if _belongs_to(node, masks)]
-    needed: list[Node] = []
-    waiting = list(masks)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.append(node)
-            waiting += () if _is_size_of_input(node) else node.all_input_nodes
+    needed = _needed_by(masks)
     made = [node for node in root.graph.nodes if node in needed or node in taken]
     if not all(
         node.op == "placeholder" or node in taken or node.target in _OF_SIZES for node in made
@@ -164,6 +154,38 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
         for node in taken
         if isinstance(value_of(node), Tensor) and _is_used_outside(node, taken)
     ]
+    examples = [value_of(node) for node in outputs]
+    module, places = _module_of(made, outputs, placeholders)
+    _read_from_inputs(root.graph, outputs, placeholders[-1])
+    for node in reversed(taken):
+        root.graph.erase_node(node)
+    for node in reversed(made):
+        if node.op != "placeholder" and node not in taken and not node.users:
+            root.graph.erase_node(node)
+    read = _erase_unread_inputs(root.graph, placeholders)
+    root.graph.lint()
+    root.recompile()
+    inputs = [*(example_inputs[i] for i in read), *examples]
+    return Split(root, inputs, Prologue(module, places, examples[0]), tuple(read))
+
+
+def _needed_by(masks: Sequence[Node]) -> set[Node]:
+    """`masks` and all that they are made of; of the size of an input, not the input."""
+    needed: set[Node] = set()
+    waiting = list(masks)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += () if _is_size_of_input(node) else node.all_input_nodes
+    return needed
+
+
+def _module_of(
+    made: Sequence[Node], outputs: Sequence[Node], placeholders: Sequence[Node]
+) -> tuple[GraphModule, list[Place]]:
+    """A function that computes `outputs` by the nodes `made`, and the places of its arguments among the inputs of the
+    graph."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     places = []
@@ -176,34 +198,31 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    module = GraphModule({}, graph)
-    with root.graph.inserting_after(placeholders[-1]):
-        for number, node in enumerate(reversed(outputs)):
-            entry = root.graph.placeholder(f"magi_mask_{len(outputs) - 1 - number}")
+    return GraphModule({}, graph), places
+
+
+def _read_from_inputs(graph: Graph, outputs: Sequence[Node], last: Node) -> None:
+    """Puts inputs of the graph, behind its `last` one, in place of `outputs`."""
+    with graph.inserting_after(last):
+        for number, node in reversed(list(enumerate(outputs))):
+            entry = graph.placeholder(f"magi_mask_{number}")
             entry.meta[value_key(node)] = value_of(node)
             _compat.mark_as_without_source(entry)
             node.replace_all_uses_with(entry)
-    for node in reversed(taken):
-        root.graph.erase_node(node)
-    for node in reversed(made):
-        if node.op != "placeholder" and node not in taken and not node.users:
-            root.graph.erase_node(node)
-    # Each input costs every call, those that nobody reads too: a BlockMask has eight tensors.
-    taken_on = []
+
+
+def _erase_unread_inputs(graph: Graph, placeholders: Sequence[Node]) -> list[int]:
+    """Takes out tensors that nobody reads, and returns the numbers of the inputs that stay.
+
+    Each input costs every call, and a BlockMask has eight tensors.
+    """
+    read = []
     for number, entry in enumerate(placeholders):
         if not entry.users and isinstance(value_of(entry), Tensor):
-            root.graph.erase_node(entry)
+            graph.erase_node(entry)
         else:
-            taken_on.append(number)
-    root.graph.lint()
-    root.recompile()
-    examples = [value_of(node) for node in outputs]
-    return Split(
-        root,
-        [*(example_inputs[i] for i in taken_on), *examples],
-        Prologue(module, places, examples[0]),
-        tuple(taken_on),
-    )
+            read.append(number)
+    return read
 
 
 def _is_from_outside(node: Node) -> bool:

@@ -9,8 +9,7 @@ import torch
 from torch.fx import Node
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.scored import ScoredKernel
+from magi_compile.kernels.select import ScoreNeeds
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, is_tensor
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
@@ -56,15 +55,13 @@ class Scores:
     def program(self) -> ScoreProgram | None:
         return None if self.read is None else self.read.program
 
-    def refusals(self, kernel: Kernel, problem: AttnProblem) -> list[str]:
-        """Reasons why a kernel that takes score programs does not run this one for `problem`."""
-        assert self.read is not None
-        assert isinstance(kernel, ScoredKernel)
-        given = problem, self.read.program, self.read.dtypes, self.read.ranks
-        reasons = kernel.score_refusals(*given)
-        if self.wants_table_gradients:
-            reasons += kernel.table_refusals(*given[1:])
-        return [f"{kernel.name} {reason}" for reason in reasons]
+    @property
+    def needs(self) -> ScoreNeeds | None:
+        """What a kernel has to run beside a scale and a soft-cap; None where these are all."""
+        if self.read is None:
+            return None
+        program, dtypes, ranks = self.read.program, tuple(self.read.dtypes), tuple(self.read.ranks)
+        return ScoreNeeds(program, dtypes, ranks, self.wants_table_gradients)
 
     def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:
         """The tensors and the ints of the program: captured, or computed of nothing else in front of the call, where autograd sees

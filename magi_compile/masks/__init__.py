@@ -4,6 +4,7 @@
 from magi_compile._checks import MaskCheck  # noqa: F401
 from magi_compile.masks import library
 from magi_compile.masks.block_mask import create_block_mask, slices_from_block_mask
+from magi_compile.masks.errors import UnsupportedMaskError
 from magi_compile.masks.evaluation.row_intervals import RowIntervals, row_intervals  # noqa: F401
 from magi_compile.masks.evaluation.to_slices import (  # noqa: F401
     padded_slices_from_intervals,
@@ -14,7 +15,6 @@ from magi_compile.masks.program.program import MaskProgram  # noqa: F401
 from magi_compile.masks.program.read import TracedMask, trace_mask_mod  # noqa: F401
 from magi_compile.masks.program.trace import trace_graph  # noqa: F401
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
-from magi_compile.masks.solver.solve import UnsupportedMaskError
 
 __all__ = [
     "AttnSlice",

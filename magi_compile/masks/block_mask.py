@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, outside_of_modes, scalar_indexing
+from magi_compile.functions.reached import Reached
 from magi_compile.masks.arguments import MAX_SEQLEN, check_count, check_device, is_int
-from magi_compile.masks.block_lists import BlockLists, visible_blocks
+from magi_compile.masks.errors import UnsupportedMaskError, refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import (
     Grid,
     Listed,
@@ -19,6 +20,7 @@ from magi_compile.masks.evaluation.bit_blocks import (
     without_padding,
 )
 from magi_compile.masks.evaluation.bit_blocks import visible_blocks as blocks_of_mask_mod
+from magi_compile.masks.evaluation.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.evaluation.row_intervals import (
     RowIntervals,
     exact_intervals,
@@ -29,11 +31,8 @@ from magi_compile.masks.evaluation.to_slices import slices_from_intervals
 from magi_compile.masks.evaluation.verify import check_intervals, is_verified, remember
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.normal_form import normal_form
-from magi_compile.masks.program.reached import Reached
-from magi_compile.masks.program.read import TracedMask, read_mask_mod, trace_mask_mod
-from magi_compile.masks.program.record import MaskMod
+from magi_compile.masks.program.read import MaskMod, TracedMask, read_mask_mod, trace_mask_mod
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.masks.solver.solve import UnsupportedMaskError, refuse_broken
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

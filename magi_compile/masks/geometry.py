@@ -10,13 +10,10 @@ the rectangle bounds an edge, or in all of them the diagonal does. `straight` cu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from magi_compile.masks.slices import AttnSlices
 
 NO_DIAG = 1 << 30  # a diagonal that cuts nothing; its sum with any row still fits in int32
 
@@ -63,14 +60,6 @@ class Rects(NamedTuple):
             diag_lo=torch.where(moves_left_edge, k_begin - q_begin, -NO_DIAG),
             diag_hi=torch.where(moves_right_edge, k_end - q_end + 1, NO_DIAG),
         )
-
-    @classmethod
-    def from_slices(cls, slices: AttnSlices) -> Rects:
-        """The rects of `slices` on their device, not trimmed; at least one, to gather from."""
-        lists = slices.q_ranges, slices.k_ranges, slices.mask_types
-        if slices.mask_types.numel() == 0:  # `len` would fix the number of slices of a traced list
-            lists = lists[0].new_zeros(1, 2), lists[1].new_zeros(1, 2), lists[2].new_zeros(1)
-        return cls.from_ranges(*lists)
 
     @classmethod
     def rectangles(

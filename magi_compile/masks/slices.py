@@ -314,6 +314,13 @@ class AttnSlices:
     def _from_rects(cls, straight: Rects, seqlen_q: int, seqlen_k: int) -> AttnSlices:
         return cls.unchecked(*straight.to_ranges(), seqlen_q, seqlen_k)
 
+    def untrimmed_rects(self) -> Rects:
+        """The slices as rects on their device; at least one, to gather from."""
+        lists = self.q_ranges, self.k_ranges, self.mask_types
+        if self.mask_types.numel() == 0:  # `len` would fix the number of slices of a traced list
+            lists = lists[0].new_zeros(1, 2), lists[1].new_zeros(1, 2), lists[2].new_zeros(1)
+        return Rects.from_ranges(*lists)
+
     def rects(self) -> Rects:
         """The slices as trimmed, straight rects on the CPU, where they are cut, merged and counted."""
         if self.bits is not None:
@@ -469,7 +476,7 @@ class AttnSlices:
                 dense[begin:end, first:last] = block[: end - begin, : last - first]
             return dense
         # Each row of each slice leaves +1 where its keys begin and -1 behind their end.
-        row, lo, hi = Rects.from_slices(self).trimmed().by_row()
+        row, lo, hi = self.untrimmed_rects().trimmed().by_row()
         sees = torch.ones_like(row, dtype=torch.int8)
         edges = torch.zeros(self.seqlen_q, self.seqlen_k + 1, dtype=torch.int8, device=self.device)
         edges.index_put_((row, lo), sees, accumulate=True)

@@ -2,7 +2,7 @@
 
 import sys
 
-from magi_compile.ops import library, scored  # noqa: F401  (define the ops)
+from magi_compile.ops import library  # noqa: F401  (defines the ops)
 from magi_compile.ops.masks import checked_slices, mask_bits, mask_slices  # noqa: F401  (the same)
 from magi_compile.ops.sharding import register_rules
 

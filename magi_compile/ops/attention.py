@@ -15,13 +15,13 @@ from magi_compile import _compat
 from magi_compile._compat import has_torch_function_mode
 from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.scored import ScoredKernel
-from magi_compile.kernels.select import load, problem_of
+from magi_compile.kernels.select import ScoreNeeds, problem_of, select
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
-from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask, reached_by
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import Heads
+from magi_compile.ops.arguments import Numbering, Options
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -33,7 +33,7 @@ from magi_compile.ops.dtensors import (
     wrapped,
     wrapped_rows,
 )
-from magi_compile.ops.layout import in_memory_order, memory_order
+from magi_compile.ops.layout import by_entries, in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
 from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
@@ -60,70 +60,13 @@ class AttnOutput(NamedTuple):
         out: `[total_q, nheads_q, head_dim_v]`, the dtype of q; rows that see nothing are 0.
         lse: `[nheads_q, total_q]`, fp32, natural logarithm of the sum of exponentiated scores; -inf for rows that
             see nothing. Differentiable.
-    """
-
-    out: Tensor
-    lse: Tensor
-
-
-class AttnOutputWithMaxScores(NamedTuple):
-    """The result of attention over packed rows that was asked for the largest scores.
-
-    Attributes:
-        out: as that of `AttnOutput`.
-        lse: as that of `AttnOutput`.
         max_scores: `[nheads_q, total_q]`, fp32, the largest score of each row, as the softmax takes it: times `softmax_scale`, and capped;
-            -inf for rows that see nothing. No sink is among the scores. Not differentiable.
+            -inf for rows that see nothing. No sink is among the scores. Not differentiable. None where they were not asked for.
     """
 
     out: Tensor
     lse: Tensor
-    max_scores: Tensor
-
-
-@overload
-def flex_flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: AttnSlices,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    kernel: str | None = None,
-    return_max_scores: Literal[False] = False,
-) -> AttnOutput: ...
-
-
-@overload
-def flex_flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: AttnSlices,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    kernel: str | None = None,
-    return_max_scores: Literal[True],
-) -> AttnOutputWithMaxScores: ...
-
-
-@overload
-def flex_flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: AttnSlices,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    kernel: str | None = None,
-    return_max_scores: bool,
-) -> AttnOutput | AttnOutputWithMaxScores: ...
+    max_scores: Tensor | None = None
 
 
 def flex_flash_attention(
@@ -137,7 +80,7 @@ def flex_flash_attention(
     sinks: Tensor | None = None,
     kernel: str | None = None,
     return_max_scores: bool = False,
-) -> AttnOutput | AttnOutputWithMaxScores:
+) -> AttnOutput:
     """Attention of packed tokens over a list of slices.
 
     Equivalent to `softmax(where(slices.to_dense(), q @ k.T * softmax_scale, -inf)) @ v` for every head, without
@@ -157,7 +100,7 @@ def flex_flash_attention(
         return_max_scores: whether to return the largest score of each row as well, as QK-clip needs them.
 
     Returns:
-        `AttnOutput(out, lse)`; with return_max_scores `AttnOutputWithMaxScores(out, lse, max_scores)`.
+        `AttnOutput(out, lse, max_scores)`; max_scores is None without return_max_scores.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -173,10 +116,10 @@ def flex_flash_attention(
         "return_max_scores": return_max_scores,
     }
     if sinks is not None:
-        out, lse, *others = flex_flash_attention(q, k, v, slices, **given)
+        out, lse, max_scores = flex_flash_attention(q, k, v, slices, **given)
         check_sinks(sinks, "q", q, q.shape[1])
         out = out_with_sinks(out, lse, sinks, heads_first=False)
-        return packed_result(out, lse_with_sinks(lse, sinks), *others)
+        return AttnOutput(out, lse_with_sinks(lse, sinks), max_scores)
     if has_torch_function_mode():  # context parallelism
         handle: Any = handle_torch_function  # its types know no overloads
         return handle(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[no-any-return]
@@ -186,68 +129,37 @@ def flex_flash_attention(
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)
         out, *rows = flex_flash_attention(*shards[:3], slices, **given)
-        return packed_result(wrapped(out, shards), *(wrapped_rows(x, shards, PACKED) for x in rows))
+        return AttnOutput(wrapped(out, shards), *(wrapped_rows(x, shards, PACKED) for x in rows))  # type: ignore[arg-type]
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    return packed_result(
-        *_attend(
-            *(q, k, v, slices, softmax_scale, softcap, kernel or ""),
-            return_max_scores=return_max_scores,
-        )
-    )
-
-
-def packed_result(*found: Tensor) -> AttnOutput | AttnOutputWithMaxScores:
-    """out, lse and, if they are there, the largest scores."""
-    return AttnOutput(*found) if len(found) == 2 else AttnOutputWithMaxScores(*found)
+    rest = (slices, softmax_scale, softcap, kernel or "")
+    return _attend(q, k, v, *rest, return_max_scores=return_max_scores)
 
 
 def _kernel_of_eager_call(problem: AttnProblem, scored: _Scored | None = None) -> str:
-    """The kernel to ask for by name where the problem has bit blocks or a score program, or "" to let the problem choose: eager code
-    has no FlexAttention to stay on, so that Triton's runs on a GPU what the CUDA kernels refuse."""
-    is_left_to_cuda = problem.device_type != "cuda" or _has_cuda_code(problem, scored)
-    return "" if is_left_to_cuda else "triton"
-
-
-def _has_cuda_code(problem: AttnProblem, scored: _Scored | None) -> bool:
-    try:
-        chosen = load("cuda")
-    except ImportError:  # of cuda-bindings
-        return False
-    assert isinstance(chosen, ScoredKernel)
-    if chosen.refusals(problem):
-        return False
-    if scored is None:
-        return True
-    tables = scored.tables
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
-    kinds = (scored.program, [x.dtype for x in tables], [x.dim() for x in tables])
-    if chosen.score_refusals(problem, *kinds):
-        return False
-    return not (wants_gradients and chosen.table_refusals(*kinds))
+    """The kernel of a call with bit blocks or a score program: eager code has no FlexAttention to stay on, so that
+    Triton's runs on a GPU what the CUDA kernels refuse."""
+    score = None if scored is None else scored.needs
+    return select(problem, score=score, may_be_slower=True).kernel.name
 
 
 class _Scored(NamedTuple):
-    """A score program, the tensors that it takes, and how packed rows are numbered, see `ScoreCall`."""
+    """A score program, the tensors that it takes, and how packed rows are numbered."""
 
     program: ScoreProgram
     tables: list[Tensor]
-    lengths: list[int]
+    numbering: Numbering
 
-
-def _lists_of(slices: AttnSlices) -> tuple[AttnSlices, list[Tensor]]:
-    """`slices`, which their op has checked, and the tensors by which ops take them."""
-    lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
-    if not slices.is_checked:
-        totals = slices.seqlen_q, slices.seqlen_k
-        q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
-        lists = [q_ranges, k_ranges, mask_types]
-        slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
-    if slices.bits is not None:
-        lists.append(slices.bits)
-    return slices, lists
+    @property
+    def needs(self) -> ScoreNeeds:
+        """What a kernel has to run. Under `torch.use_deterministic_algorithms(True)` no kernel of a GPU has gradients
+        of tables, and the backward says so."""
+        dtypes, ranks = tuple(x.dtype for x in self.tables), tuple(x.dim() for x in self.tables)
+        has_order = torch.are_deterministic_algorithms_enabled()
+        wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in self.tables)
+        return ScoreNeeds(self.program, dtypes, ranks, wants_gradients and not has_order)
 
 
 def _attend(
@@ -259,44 +171,34 @@ def _attend(
     softcap: float,
     kernel: str = "",
     *,
+    scored: _Scored | None = None,
     return_max_scores: bool = False,
-) -> tuple[Tensor, ...]:
-    """out, lse and, if they are asked for, the largest scores."""
-    slices, lists = _lists_of(slices)
-    if slices.bits is not None and not kernel and not torch.compiler.is_compiling():
-        problem = problem_of(q, k, v, float(softmax_scale), float(softcap))
-        problem = replace(problem, has_bits=True, has_max_scores=return_max_scores)
-        kernel = _kernel_of_eager_call(problem)
-    plan = plan_of_call(q, k, v, slices, float(softcap), kernel)
-    ops = torch.ops.magi
-    op = ops.attention_with_max_scores if return_max_scores else ops.attention
-    return op(q, k, v, lists, plan, float(softmax_scale), float(softcap), kernel)
-
-
-def _attend_scored(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: AttnSlices,
-    softmax_scale: float,
-    scored: _Scored,
-    *,
-    return_max_scores: bool = False,
-) -> tuple[Tensor, ...]:
-    """The same with a score program, by the CUDA kernels where they have code for it, else by Triton's."""
-    slices, lists = _lists_of(slices)
-    problem = problem_of(q, k, v, float(softmax_scale))
-    has_bits = slices.bits is not None
-    problem = replace(problem, has_bits=has_bits, has_score=True, has_max_scores=return_max_scores)
-    kernel = _kernel_of_eager_call(problem, scored)
-    plan = plan_of_call(q, k, v, slices, 0.0, kernel, has_score=True)
-    program, tables, lengths = scored
-    ops = torch.ops.magi
-    op = ops.scored_attention_with_max_scores if return_max_scores else ops.scored_attention
-    return op(
-        *(q, k, v, tables, lists, plan, [], program.text, lengths),
-        *(float(softmax_scale), kernel),
+) -> AttnOutput:
+    lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
+    if not slices.is_checked:
+        totals = slices.seqlen_q, slices.seqlen_k
+        q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
+        lists = [q_ranges, k_ranges, mask_types]
+        slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
+    bits, has_score = slices.bits, scored is not None
+    if (bits is not None or has_score) and not kernel and not torch.compiler.is_compiling():
+        problem = replace(
+            problem_of(q, k, v, float(softmax_scale), float(softcap)),
+            has_bits=bits is not None,
+            has_score=has_score,
+            has_max_scores=return_max_scores,
+        )
+        kernel = _kernel_of_eager_call(problem, scored)
+    plan = plan_of_call(q, k, v, slices, float(softcap), kernel, has_score=has_score)
+    options = Options(
+        *(lists, plan, float(softmax_scale), float(softcap), kernel, bits),
+        return_max_scores=return_max_scores,
     )
+    if scored is not None:
+        program, tables, numbering = scored
+        options = options._replace(tables=tables, score=program.text, numbering=numbering)
+    out, lse, max_scores = torch.ops.magi.attention(q, k, v, *options.short())
+    return AttnOutput(out, lse, max_scores if return_max_scores else None)
 
 
 @overload
@@ -456,21 +358,31 @@ def flex_attention(
         q, k, v = (tensor.reshape(-1, 1, tensor.shape[3]) for tensor in (query, key, value))
     else:
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    of_all = (q, k, v, mask.slices, softmax_scale)
-    if program is None:
-        out, *rows = _attend(*of_all, score.softcap, return_max_scores=return_max_scores)
-    else:
-        lengths = [seqlen_q, key.shape[2], nheads_q if mask.is_by_head else 1]
-        scored = _Scored(*program, lengths)
-        out, *rows = _attend_scored(*of_all, scored, return_max_scores=return_max_scores)
-    if mask.is_by_head:
-        out = out.view(batch, nheads_q, seqlen_q, value.shape[3])
-        rows = [x.view(batch, nheads_q, seqlen_q) for x in rows]
-    else:
-        out = out.view(batch, seqlen_q, nheads_q, value.shape[3]).transpose(1, 2)
-        rows = [x.view(nheads_q, batch, seqlen_q).transpose(0, 1).contiguous() for x in rows]
+    scored = None
+    if program is not None:
+        sizes = (batch, nheads_q, seqlen_q, key.shape[2], int(mask.is_by_head))
+        scored = _Scored(*program, Numbering(*sizes))
+    out, *of_rows = _attend(
+        *(q, k, v, mask.slices, softmax_scale, score.softcap),
+        scored=scored,
+        return_max_scores=return_max_scores,
+    )
+    out = by_entries(out, batch, seqlen_q, nheads_q)
+    shape = (batch, nheads_q, seqlen_q)
+    lse, max_scores = (_rows_by_entry(x, shape, by_head=mask.is_by_head) for x in of_rows)
+    assert lse is not None
     out = in_memory_order(out, memory_order(query.stride()))
-    return returned(out, *rows, return_lse=return_lse, return_aux=return_aux)
+    return returned(out, lse, max_scores, return_lse=return_lse, return_aux=return_aux)
+
+
+def _rows_by_entry(
+    x: Tensor | None, shape: tuple[int, int, int], *, by_head: bool
+) -> Tensor | None:
+    """`[batch, nheads, seqlen]`, from a number for each packed row and head."""
+    if x is None or by_head:
+        return x if x is None else x.view(shape)
+    batch, nheads, seqlen = shape
+    return x.view(nheads, batch, seqlen).transpose(0, 1).contiguous()
 
 
 def _read_score_mod(
@@ -503,7 +415,7 @@ def _of_dtensors(
     out = wrapped(out, shards)
     if isinstance(second, Tensor):
         return out, wrapped_rows(second, shards, PADDED)
-    of_rows = [None if x is None else wrapped_rows(x, shards, PADDED) for x in second]
+    of_rows = [wrapped_rows(x, shards, PADDED) for x in second]
     return out, type(second)(*of_rows)
 
 

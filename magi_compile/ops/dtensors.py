@@ -134,8 +134,10 @@ def wrapped(out: Tensor, shards: Shards) -> Tensor:
     return DTensor.from_local(out, shards.mesh, shards.placements, run_check=False)
 
 
-def wrapped_rows(x: Tensor, shards: Shards, layout: Layout) -> Tensor:
-    """Numbers of rows, as the log-sum-exp and the largest scores, as a DTensor."""
+def wrapped_rows(x: Tensor | None, shards: Shards, layout: Layout) -> Tensor | None:
+    """Numbers of rows, as the log-sum-exp and the largest scores, as a DTensor; None stays None."""
+    if x is None:
+        return None
     from torch.distributed.tensor import DTensor, Shard
 
     placements = [

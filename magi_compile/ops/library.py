@@ -1,21 +1,22 @@
 """The custom ops of attention: schemas, implementations, fakes, autograd. Functional, with fresh outputs.
 
-magi::plan         slices -> how the chosen kernel walks them; nothing where that is found out in each call (`plans_in_graph`)
-magi::plan_with_bits   the same of slices with bit blocks
-magi::attention    attention over slices -> (out, lse), differentiable: becomes, where it is called,
-magi::ffa_fwd      its values
-magi::ffa_bwd      its gradients -> (dq, dk, dv)
-magi::attention_with_max_scores   the same -> (out, lse, max_scores): becomes
-magi::ffa_fwd_with_max_scores     its values; its gradients are those of `magi::ffa_bwd`
+magi::plan        slices -> how the chosen kernel walks them, packed; nothing where that is found out in each call (`plans_in_graph`)
+magi::attention   attention over slices -> (out, lse, max_scores), differentiable: becomes, where it is called,
+magi::ffa_fwd     its values
+magi::ffa_bwd     its gradients -> (dq, dk, dv, those of captured tensors)
+
+Every feature is an argument that has a default: bit blocks, a score program, largest scores, tensors by entries of the batch. A result
+that was not asked for has no elements.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -33,18 +34,17 @@ from magi_compile.kernels.base import (
     new_max_scores,
     output_like,
 )
+from magi_compile.kernels.plan import Plan, pack, unpack
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import (
-    define,
-    define_differentiable,
-    define_of_entries,
-    gradients,
-)
+from magi_compile.ops.arguments import Numbering, Options, short
+from magi_compile.ops.define import define_differentiable, gradients
+from magi_compile.ops.layout import by_entries, packed
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.ops.scale import Scaled
 from magi_compile.ops.sharding import register_rules
 from magi_compile.ops.validation import check_op, check_op_gradients
+from magi_compile.score.program import ScoreCall, ScoreProgram
 
 _lib = torch.library.Library("magi", "DEF")
 
@@ -76,7 +76,7 @@ def chosen_for(
     problem = replace(
         problem, has_bits=has_bits, has_score=has_score, has_max_scores=has_max_scores
     )
-    return Chosen(select(problem, kernel), problem)
+    return Chosen(select(problem, kernel).kernel, problem)
 
 
 def _plan(
@@ -96,57 +96,45 @@ def _plan(
     has_score: bool = False,
 ) -> list[Tensor]:
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
-    has_bits = bits is not None
-    device = q_ranges.device
     chosen, problem = chosen_for(
-        device, dtype, heads, 1.0, softcap, kernel or None, has_bits, has_score
+        *(q_ranges.device, dtype, heads, 1.0, softcap, kernel or None),
+        has_bits=bits is not None,
+        has_score=has_score,
     )
     if not chosen.plans_in_graph:
         return []
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k, bits)
-    return chosen.pack(chosen.plan(slices, problem))
+    return pack(chosen.plan(slices, problem))
 
 
-_PLAN = (
-    "Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, "
-    "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel"
-)
 # Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
-define_repeatable(_lib, f"plan({_PLAN}) -> Tensor[]", _plan, _plan)
-define_repeatable(_lib, f"plan_with_bits({_PLAN}, Tensor bits) -> Tensor[]", _plan, _plan)
-
-
-def _plan_for_scores(*arguments: Any) -> list[Tensor]:
-    return _plan(*list[Any]([*arguments, True]))
-
-
-# Of attention with a score program.
-define(
+define_repeatable(
     _lib,
-    f"plan_for_scores({_PLAN}, Tensor? bits) -> Tensor[]",
-    _plan_for_scores,
-    _plan_for_scores,
+    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, ScalarType dtype, int nheads_q, "
+    "int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel, Tensor? bits=None, bool has_score=False) -> Tensor[]",
+    *(_plan, _plan),
 )
 
 # Plans of slices on a CPU, by what the slices are: comparing them costs little there.
-_by_content: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
+_by_content: OrderedDict[Hashable, Plan] = OrderedDict()
 _MOST_BY_CONTENT = 32
 
 
-def plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> list[Tensor]:
-    """The plan of a call that brings none, packed."""
+def _plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> Plan:
+    """The plan of a call that brings none."""
     if slices is None:
         raise ValueError("`slices` and `plan` must not both be empty")
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     # A call may be the first in inference mode and the next one not, to which tensors of that mode are of no use.
     with torch.inference_mode(False):
         if slices.device.type != "cpu":
-            return kernel.pack(kernel.plan(slices, problem))
+            return kernel.plan(slices, problem)
         totals = slices.seqlen_q, slices.seqlen_k
         key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
         if key not in _by_content:
             slices.check_bounds()  # somebody may have written to them, uncounted or in front of a compiled graph
-            _by_content[key] = kernel.pack(kernel.plan(slices, problem))
+            plan = kernel.plan(slices, problem)
+            _by_content[key] = plan._replace(packed=tuple(pack(plan)))
         _by_content.move_to_end(key)
         if len(_by_content) > _MOST_BY_CONTENT:
             _by_content.popitem(last=False)
@@ -172,29 +160,25 @@ def plan_of_call(
     *,
     has_score: bool = False,
 ) -> list[Tensor]:
-    """The plan that a call of `magi::attention` or `magi::scored_attention` takes along: forward and backward then walk the same one.
+    """The plan that a call of `magi::attention` takes along: forward and backward then walk the same one.
 
     In a graph it is a value of the graph, and made again whenever that runs, like all of a CUDA graph. In eager code it is kept
     until somebody writes to the slices; what is written to tensors of inference mode nobody counts.
     """
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    has_bits = slices.bits is not None
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     if torch.compiler.is_compiling() or _compat.is_traced(q):
-        if has_score:
-            arguments = (*lists, *totals, q.dtype, *heads, softcap, kernel, slices.bits)
-            return torch.ops.magi.plan_for_scores(*arguments)
-        if slices.bits is not None:
-            arguments = (*lists, *totals, q.dtype, *heads, softcap, kernel, slices.bits)
-            return torch.ops.magi.plan_with_bits(*arguments)
-        return torch.ops.magi.plan(*lists, *totals, q.dtype, *heads, softcap, kernel)
+        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        rest = (*totals, q.dtype, *heads, softcap, kernel, *short((slices.bits, has_score), 0))
+        return torch.ops.magi.plan(*lists, *rest)  # type: ignore[no-any-return]
     chosen, problem = chosen_for(
-        q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits, has_score
+        *(q.device, q.dtype, heads, 1.0, softcap, kernel or None),
+        has_bits=slices.bits is not None,
+        has_score=has_score,
     )
 
     def make() -> Made:
         slices.check_writes()
-        return Made(plan_of(chosen, slices, problem), slices.tensors())
+        return Made(pack(_plan_of(chosen, slices, problem)), slices.tensors())
 
     return _plans.get((slices,), (chosen.name, chosen.plan_key(problem)), make, q.device)
 
@@ -202,71 +186,87 @@ def plan_of_call(
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
 
 
-def slices_of(lists: list[Tensor], total_q: int, total_k: int) -> AttnSlices | None:
-    """Slices as an op takes them: three tensors and their bit blocks, if they may have some, or none where a plan says all."""
-    if not lists:
-        return None
-    q_ranges, k_ranges, mask_types, *bits = lists
-    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k, *bits)
+class _Prepared(NamedTuple):
+    kernel: Kernel
+    problem: AttnProblem
+    scaled: Scaled
+    slices: AttnSlices | None
+    plan: Plan
+    score: ScoreCall | None
 
 
-def _ffa_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: list[Tensor],
-    plan: list[Tensor],
-    softmax_scale: float,
-    softcap: float,
-    kernel: str,
-    *,
-    max_scores: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    raise_pending()
-    check_op(q, k, v)
-    total_q, nheads_q, head_dim = q.shape
-    total_k, nheads_kv, head_dim_v = v.shape
-    heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
-    scaled = Scaled.of(q, softmax_scale)
-    scale = scaled.softmax_scale
-    chosen, problem = chosen_for(
-        *(q.device, q.dtype, heads, scale, softcap, kernel or None),
-        has_bits=len(slices) > 3,
-        has_max_scores=max_scores is not None,
+def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _Prepared:
+    """The call of packed tensors as a kernel takes it."""
+    (total_q, nheads_q, head_dim), (total_k, nheads_kv, head_dim_v) = q.shape, v.shape
+    # A score program tells the sign of a score: the scale stays with it.
+    scaled = (
+        Scaled(q, options.softmax_scale, 1.0)
+        if options.score
+        else Scaled.of(q, options.softmax_scale)
     )
-    of_lists = slices_of(slices, total_q, total_k)
-    walked = chosen.unpack(plan or plan_of(chosen, of_lists, problem))
-    if chosen.prepares_calls:
-        hand_over_to_launcher()
-    out, lse = chosen.forward(scaled.q, k, v, of_lists, walked, problem, max_scores=max_scores)
-    return in_output_layout(q, out), lse
+    chosen, problem = chosen_for(
+        *(q.device, q.dtype, (nheads_q, nheads_kv, head_dim, head_dim_v)),
+        *(scaled.softmax_scale, options.softcap, options.kernel or None),
+        has_bits=options.bits is not None,
+        has_score=bool(options.score),
+        has_max_scores=options.return_max_scores,
+    )
+    slices = None
+    if options.slices:
+        q_ranges, k_ranges, mask_types = options.slices
+        lists = (q_ranges, k_ranges, mask_types)
+        slices = AttnSlices.unchecked(*lists, total_q, total_k, options.bits)
+    plan = unpack(options.plan) if options.plan else _plan_of(chosen, slices, problem)
+    score = None
+    if options.score:
+        of_rows = Numbering(*options.numbering)
+        score = ScoreCall(
+            *(ScoreProgram.parse(options.score), options.tables or (), options.symbols or ()),
+            *(of_rows.seqlen_q, of_rows.seqlen_k, of_rows.nheads if of_rows.by_head else 1),
+        )
+    return _Prepared(chosen, problem, scaled, slices, plan, score)
 
 
-def _ffa_fwd_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: list[Tensor],
-    plan: list[Tensor],
-    softmax_scale: float,
-    softcap: float,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
+def _packed(numbering: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors by entries as packed ones; packed ones stay as they are."""
+    by_head = bool(numbering) and bool(Numbering(*numbering).by_head)
+    return tuple(packed(x, by_head=by_head) for x in tensors)
+
+
+def _ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    raise_pending()
+    options = Options(*rest)
+    if options.by_entry:
+        q, k, v = _packed(options.numbering, q, k, v)
     check_op(q, k, v)
-    total_q, nheads_q, _ = q.shape
-    out = output_like(q, v.shape[2])
-    return out, q.new_empty(nheads_q, total_q, dtype=torch.float32)
+    kernel, problem, scaled, slices, plan, score = _prepared(options, q, k, v)
+    if kernel.prepares_calls:
+        hand_over_to_launcher()
+    max_scores = new_max_scores(q) if options.return_max_scores else None
+    out, lse = kernel.forward(
+        *(scaled.q, k, v, slices, plan, problem), score=score, max_scores=max_scores
+    )
+    out = _by_entry(in_output_layout(q, out), options)
+    return out, lse, lse.new_empty(0) if max_scores is None else max_scores
 
 
-def _ffa_fwd_with_max_scores(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    max_scores = new_max_scores(arguments[0])
-    out, lse = _ffa_fwd(*arguments, max_scores=max_scores)
-    return out, lse, max_scores
+def _by_entry(out: Tensor, options: Options) -> Tensor:
+    if not options.by_entry:
+        return out
+    of_rows = Numbering(*options.numbering)
+    return by_entries(out, of_rows.batch, of_rows.seqlen_q, of_rows.nheads)
 
 
-def _ffa_fwd_with_max_scores_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = _ffa_fwd_fake(q, *rest)
-    return out, lse, torch.empty_like(lse)
+def _ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    options = Options(*rest)
+    if options.by_entry:
+        q, k, v = _packed(options.numbering, q, k, v)
+    check_op(q, k, v)
+    out = _by_entry(output_like(q, v.shape[2]), options)
+    rows = (q.shape[1], q.shape[0])
+    lse = q.new_empty(rows, dtype=torch.float32)
+    max_scores = lse.new_empty(rows if options.return_max_scores else 0)
+    return out.new_empty_strided(out.shape, out.stride()), lse, max_scores
 
 
 def _ffa_bwd(
@@ -277,58 +277,91 @@ def _ffa_bwd(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    slices: list[Tensor],
-    plan: list[Tensor],
+    slices: Sequence[Tensor],
+    plan: Sequence[Tensor],
     softmax_scale: float,
     softcap: float,
     kernel: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    bits: Tensor | None = None,
+    tables: Sequence[Tensor] | None = None,
+    symbols: Sequence[int] = (),
+    score: str = "",
+    numbering: Sequence[int] = (),
+    wanted: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raise_pending()
+    inputs = (q, k, v)
+    dout, q, k, v, out = _packed(numbering, dout, q, k, v, out)
     check_op_gradients(dout, dlse, q, k, v, out, lse)
-    total_q, nheads_q, head_dim = q.shape
-    total_k, nheads_kv, head_dim_v = v.shape
-    heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
-    scaled = Scaled.of(q, softmax_scale)
-    scale = scaled.softmax_scale
-    has_bits = len(slices) > 3
-    chosen, problem = chosen_for(q.device, q.dtype, heads, scale, softcap, kernel or None, has_bits)
-    of_lists = slices_of(slices, total_q, total_k)
-    walked = chosen.unpack(plan or plan_of(chosen, of_lists, problem))
-    grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)
+    rest = (slices, plan, softmax_scale, softcap, kernel, bits, tables, symbols, score, numbering)
+    chosen, problem, scaled, of_lists, walked, call = _prepared(Options(*rest), q, k, v)
+    sums = _sums(tables or (), wanted or (), q)
+    if call is not None and wanted:
+        call = call._replace(
+            sums=dict(zip(wanted, split_sums(sums, tables or (), wanted), strict=True))
+        )
     dq, dk, dv = chosen.backward(
-        grads, saved, of_lists, walked, problem, deterministic=deterministic
+        *(Grads(dout, dlse), Saved(scaled.q, k, v, out, lse), of_lists, walked, problem),
+        score=call,
+        deterministic=deterministic,
     )
-    return scaled.gradient(dq), dk, dv
+    found = zip(inputs, (scaled.gradient(dq), dk, dv), strict=True)
+    dq, dk, dv = (_like(x, gradient) for x, gradient in found)
+    return dq, dk, dv, sums
+
+
+def _like(x: Tensor, gradient: Tensor) -> Tensor:
+    """The packed gradient of `x`, by entries where that is."""
+    if x.dim() == 3:
+        return gradient
+    batch, nheads, seqlen, _ = x.shape
+    return by_entries(gradient, batch, seqlen, nheads)
+
+
+def _sums(tables: Sequence[Tensor], wanted: Sequence[int], q: Tensor) -> Tensor:
+    """Zeros for the gradients of those of the captured tensors that are `wanted`, one behind the other: fp32, on a CPU fp64 if one of
+    them is."""
+    some = [tables[number] for number in wanted]
+    is_wide = q.device.type == "cpu" and any(x.dtype == torch.float64 for x in some)
+    dtype = torch.float64 if is_wide else torch.float32
+    return q.new_zeros(sum(x.numel() for x in some), dtype=dtype)
+
+
+def split_sums(sums: Tensor, tables: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    """The gradient of each of the captured tensors that are `wanted`, views of `sums`."""
+    shapes = [tables[number].shape for number in wanted]
+    begins = accumulate((shape.numel() for shape in shapes), initial=0)
+    return [
+        sums.narrow(0, begin, shape.numel()).view(shape)
+        for begin, shape in zip(begins, shapes, strict=False)
+    ]
 
 
 def _ffa_bwd_fake(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = list[Any](rest[8:])
+    _, tables, _, _, numbering, wanted = given + _NO_OPTIONS[len(given) :]
+    rows = _packed(numbering or (), q, k, v)
+    grads = (_like(x, of_x.new_empty(of_x.shape)) for x, of_x in zip((q, k, v), rows, strict=True))
+    dq, dk, dv = (x.new_empty_strided(x.shape, x.stride()) for x in grads)
+    return dq, dk, dv, _sums(tables or (), wanted or (), q)
 
 
-_FFA_ARGUMENTS = (
-    "(Tensor q, Tensor k, Tensor v, Tensor[] slices, Tensor[] plan, "
-    "float softmax_scale, float softcap, str kernel)"
+_NO_OPTIONS: list[Any] = [None, None, (), "", (), ()]  # as `_OPTIONS` has them, and `wanted`
+_OPTIONS = "Tensor? bits=None, Tensor[]? tables=None, SymInt[] symbols=[], str score='', SymInt[] numbering=[]"
+_FWD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor[] slices, Tensor[] plan, float softmax_scale, float softcap, str kernel, "
+    f"{_OPTIONS}, bool by_entry=False, bool return_max_scores=False) -> (Tensor, Tensor, Tensor)"
 )
-_FFA_FWD = f"{_FFA_ARGUMENTS} -> (Tensor, Tensor)"
-_FFA_FWD_WITH_MAX_SCORES = f"{_FFA_ARGUMENTS} -> (Tensor, Tensor, Tensor)"
-define_repeatable(_lib, f"ffa_fwd{_FFA_FWD}", _ffa_fwd, _ffa_fwd_fake)
-# Not repeated by the launcher: of training with QK-clip, where the GPU has more to do than the host.
-define(
-    _lib,
-    f"ffa_fwd_with_max_scores{_FFA_FWD_WITH_MAX_SCORES}",
-    _ffa_fwd_with_max_scores,
-    _ffa_fwd_with_max_scores_fake,
-)
-_FFA_BWD = (
+_BWD = (
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] slices, Tensor[] plan, "
-    "float softmax_scale, float softcap, str kernel, "
-    "bool deterministic) -> (Tensor, Tensor, Tensor)"
+    f"float softmax_scale, float softcap, str kernel, bool deterministic, {_OPTIONS}, int[] wanted=[]) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-define_repeatable(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
-define_of_entries(_lib, f"ffa_bwd_of_entries{_FFA_BWD}", torch.ops.magi.ffa_bwd.default)
+define_repeatable(_lib, f"ffa_fwd{_FWD}", _ffa_fwd, _ffa_fwd_fake)
+define_repeatable(_lib, f"ffa_bwd{_BWD}", _ffa_bwd, _ffa_bwd_fake)
 
 
 # attention: what is differentiable, made of the two
@@ -337,38 +370,60 @@ define_of_entries(_lib, f"ffa_bwd_of_entries{_FFA_BWD}", torch.ops.magi.ffa_bwd.
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        slices, plan, *ctx.options = rest
-        ctx.num_slices = len(slices)
-        out, lse, *max_scores = values(q, k, v, *rest)
-        ctx.save_for_backward(q, k, v, out, lse, *slices, *plan)
-        ctx.mark_non_differentiable(*max_scores)  # nor are those of FlexAttention
+        ctx: Any, rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *tables: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        options = Options(*rest)._replace(tables=list(tables) or None)
+        out, lse, max_scores = torch.ops.magi.ffa_fwd.default(q, k, v, *options.short())
+        bits = [] if options.bits is None else [options.bits]
+        lists = [(q, k, v, out, lse), options.slices, options.plan, bits, tables]
+        ctx.save_for_backward(*(x for tensors in lists for x in tensors))
+        ctx.sizes = [len(tensors) for tensors in lists]
+        ctx.options = options._replace(slices=(), plan=(), bits=None, tables=None)
+        ctx.mark_non_differentiable(max_scores)  # nor are those of FlexAttention
         ctx.set_materialize_grads(False)
-        return out, lse, *max_scores
+        return out, lse, max_scores
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, out, lse, *rest = ctx.saved_tensors
-        slices, plan = rest[: ctx.num_slices], rest[ctx.num_slices :]
-        no_grads = (None,) * 5
+        saved = iter(ctx.saved_tensors)
+        of_call, slices, plan, bits, tables = ([next(saved) for _ in range(n)] for n in ctx.sizes)
         if dout is None and dlse is None:
-            return (None, None, None, None, *no_grads)
+            return (None,) * (4 + len(tables))
+        q, k, v, out, lse = of_call
         if dout is None:
             dout = torch.zeros_like(out)
+        given, wanted = ctx.options, []
+        if given.score:
+            can_have = ScoreProgram.parse(given.score).differentiable_tables
+            wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
-        arguments = (dout, dlse, q, k, v, out, lse, slices, plan, *ctx.options, deterministic)
-        ops = torch.ops.magi
-        op = ops.ffa_bwd if out.dim() == 3 else ops.ffa_bwd_of_entries
-        return (None, *gradients(op.default, *arguments), *no_grads)
+        dq, dk, dv, sums = gradients(
+            torch.ops.magi.ffa_bwd.default,
+            *(dout, dlse, q, k, v, out, lse, slices, plan),
+            *(given.softmax_scale, given.softcap, given.kernel, deterministic),
+            *short(
+                (
+                    bits[0] if bits else None,
+                    tables,
+                    given.symbols,
+                    given.score,
+                    given.numbering,
+                    wanted,
+                ),
+                0,
+            ),
+        )
+        found = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
+        of_tables = (found[i].to(x.dtype) if i in found else None for i, x in enumerate(tables))
+        return (None, dq, dk, dv, *of_tables)
+
+
+def _tables_of(*rest: Any) -> Sequence[Tensor]:
+    return Options(*rest).tables or ()
 
 
 define_differentiable(
-    *(_lib, f"attention{_FFA_FWD}", torch.ops.magi.ffa_fwd.default, _Attention, register_rules)
-)
-define_differentiable(
-    *(_lib, f"attention_with_max_scores{_FFA_FWD_WITH_MAX_SCORES}"),
-    torch.ops.magi.ffa_fwd_with_max_scores.default,
-    *(_Attention, register_rules),
+    *(_lib, f"attention{_FWD}", torch.ops.magi.ffa_fwd.default, _Attention, register_rules),
+    tables_of=_tables_of,
 )

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from magi_compile.ops.arguments import Options
+
 
 @cache
 def register_rules() -> None:
@@ -25,53 +27,43 @@ def register_rules() -> None:
     first: Any = Shard(0)
     heads: Any = Shard(1)
 
-    def forward(q: Any, k: Any, v: Any, slices: Any, plan: Any, *options: Any) -> list[Any]:
-        return of_forward([heads, first], k, slices, plan, *options)
-
-    def forward_with_max_scores(
-        q: Any, k: Any, v: Any, slices: Any, plan: Any, *options: Any
-    ) -> list[Any]:
-        return of_forward([heads, first, first], k, slices, plan, *options)
-
-    def of_forward(by_head: list[Any], k: Any, slices: Any, plan: Any, *options: Any) -> list[Any]:
-        lists = [replicated] * (len(slices) + len(plan))
-        rest = [None] * len(options)
-        rules = [([replicated] * len(by_head), [*[replicated] * 3, *lists, *rest])]
-        if heads_divide(k):
-            rules.append((by_head, [*[heads] * 3, *lists, *rest]))
+    def forward(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
+        options = Options(*rest)
+        others = of_options(options, bits=options.bits, tables=options.tables)
+        max_scores = first if options.return_max_scores else replicated
+        rules = [([replicated] * 3, [*[replicated] * 3, *others])]
+        if may_divide(k, options.score):
+            rules.append(([heads, first, max_scores], [*[heads] * 3, *others]))
         return rules
 
     def backward(
-        dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
+        dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any
     ) -> list[Any]:
-        slices, plan, *options = others
-        lists = [replicated] * (len(slices) + len(plan))
-        rest = [None] * len(options)
-        rules = [([replicated] * 3, of_backward(dlse, replicated, replicated) + lists + rest)]
-        if heads_divide(k):
-            rules.append(([heads] * 3, of_backward(dlse, heads, first) + lists + rest))
+        given = list[Any](rest[6:10])  # DTensor leaves out what has its default
+        bits, tables, _, score = given + [None, None, (), ""][len(given) :]
+        others = of_options(Options(*rest[:5]), bits=bits, tables=tables)
+        rules = [([replicated] * 4, of_backward(dlse, replicated, replicated) + others)]
+        if may_divide(k, score):
+            rules.append(([*[heads] * 3, replicated], of_backward(dlse, heads, first) + others))
         return rules
+
+    def of_options(options: Options, *, bits: Any, tables: Any) -> list[Any]:
+        """The placements of tensors behind v, or behind lse."""
+        number = len(options.slices) + len(options.plan) + (bits is not None) + len(tables or ())
+        return [replicated] * number
+
+    def may_divide(k: Any, score: str) -> bool:
+        # A score_mod tells heads apart: a shard of them would have other numbers.
+        return not score and heads_divide(k)
 
     def checked(*arguments: Any) -> list[Any]:
         return [([replicated] * 3, [*[replicated] * 3, *[None] * (len(arguments) - 3)])]
 
-    def scored(q: Any, k: Any, v: Any, tables: Any, slices: Any, plan: Any, *options: Any) -> Any:
-        lists = [replicated] * (len(tables) + len(slices) + len(plan))
-        # A score_mod tells heads apart: a shard of them would have other numbers.
-        return [([replicated] * 2, [*[replicated] * 3, *lists, *[None] * len(options)])]
-
-    def scored_with_max_scores(*arguments: Any) -> Any:
-        ((_, of_arguments),) = scored(*arguments)
-        return [([replicated] * 3, of_arguments)]
-
     ops: Any = torch.ops.magi
     rules: dict[Any, Callable[..., Sequence[Any]]] = {
         ops.ffa_fwd.default: forward,
-        ops.ffa_fwd_with_max_scores.default: forward_with_max_scores,
         ops.ffa_bwd.default: backward,
         ops.checked_slices.default: checked,
-        ops.scored_fwd.default: scored,
-        ops.scored_fwd_with_max_scores.default: scored_with_max_scores,
     }
     for op, rule in rules.items():
         register_sharding(op)(rule)

@@ -46,7 +46,7 @@ def split_bits(slices: AttnSlices) -> tuple[AttnSlices, BitRects | None]:
     others = only(~has_bits, torch.where(has_bits, 0, slices.mask_types))
     of_bits = only(has_bits, torch.zeros_like(slices.mask_types))
     number = torch.where(has_bits, slices.mask_types.long() - FIRST_BITS, 0)
-    return others, BitRects(Rects.from_slices(of_bits).trimmed(), number)
+    return others, BitRects(of_bits.untrimmed_rects().trimmed(), number)
 
 
 def room_for_bits(num_slices: int, tile_rows: int) -> int:

@@ -125,7 +125,7 @@ def build_tile_plan(
     if exact is None:
         exact = slices.q_ranges.device.type == "cpu"
     slices, bits = split_bits(slices)
-    rects = joined(by_column(Rects.from_slices(slices).trimmed()))
+    rects = joined(by_column(slices.untrimmed_rects().trimmed()))
     columns = down_the_steps(rects)
     num_rects = rects.row_begin.numel()
     # Rows that look up what they see meet stairs row by row, others column by column.

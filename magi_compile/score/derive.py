@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.masks.program.names import is_in_place, name_of
-from magi_compile.masks.program.source import SourceError, function_text, in_ops
+from magi_compile.functions.names import is_in_place, name_of
+from magi_compile.functions.text import SourceError, function_text, in_ops
 from magi_compile.score.evaluate import on_grid
 from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.masks.program.source import parameters
+from magi_compile.functions.text import parameters
 from magi_compile.score.program import Look, ScoreProgram
 
 DIMS = 3

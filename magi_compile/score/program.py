@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from magi_compile.masks.program.source import functions, parameters
+from magi_compile.functions.text import functions, parameters
 
 _END_OF_LINE = ";; "
 _UNSAFE = re.compile(r"[#`;\s]+")
@@ -56,7 +56,7 @@ class ScoreProgram:
 
     Attributes:
         title: the score_mod for readers.
-        code: the functions, see `masks/program/source.py`.
+        code: the functions, see `functions/text.py`.
     """
 
     title: str
@@ -140,6 +140,7 @@ class ScoreCall(NamedTuple):
         seqlen_k: keys of a batch entry.
         nheads: 1 where the heads of the packed tensors are those of the score_mod; else how many heads of queries there are,
             each of which is a batch entry of its own: `r // seqlen_q` is `b * nheads + h`.
+        sums: zeros of the shapes of captured tensors, by their numbers, to which a backward adds their gradients: fp32 or wider.
     """
 
     program: ScoreProgram
@@ -148,6 +149,7 @@ class ScoreCall(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     nheads: int = 1
+    sums: Mapping[int, Tensor] = {}
 
     def entry(self, row: Any) -> tuple[Any, Any, Any]:
         """Batch entry, head among those that are batch entries, and query of packed rows."""

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.masks.program.names import is_in_place, is_random, name_of
-from magi_compile.masks.program.record import record
-from magi_compile.masks.program.source import INDICES, run, title_of
-from magi_compile.masks.solver.solve import UnsupportedMaskError
+from magi_compile.functions.names import INDICES, is_in_place, is_random, name_of
+from magi_compile.functions.record import UnreadableError, record
+from magi_compile.functions.text import run, title_of
 from magi_compile.score.derive import derive, refuse
 from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
 
@@ -83,10 +82,8 @@ def trace_score_program(score_mod: Callable[..., Any], device: torch.device) -> 
     }
     try:
         recording = record(score_mod, arguments, device, "score_mod")
-    except UnsupportedMaskError as error:
-        raise UnsupportedScoreModError(
-            f"score_mod cannot be read: {'; '.join(error.reasons)}"
-        ) from error
+    except UnreadableError as error:
+        raise UnsupportedScoreModError(f"score_mod cannot be read: {error}") from error
     names = [name or f"t{i}" for i, name in enumerate(recording.names)]
     read = read_score_graph(recording.graph, recording.captures, names, device)
     return TracedScore(read.program, [recording.values[node] for node in read.tables])

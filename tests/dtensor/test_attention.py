@@ -88,7 +88,7 @@ def run_scales_that_are_not_positive(group):
         found = []
         for factor, scale in ((1.0, 0.3 * sign), (sign, 0.3)):
             q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-            out, lse = context_parallel_attention(
+            out, lse, _ = context_parallel_attention(
                 q * factor, k, v, tensors, group.group_name, softmax_scale=scale
             )
             found.append((out, lse, *torch.autograd.grad(out, (q, k, v), inputs[3])))
@@ -121,7 +121,7 @@ def run_without_recompiling(group, masks):
     @torch.compile(backend="aot_eager", fullgraph=True)
     def loss(x, tensors):
         q, k = (x * s for s in (1.0, 0.5))
-        out, lse = context_parallel_attention(q, k, x, tensors, group.group_name)
+        out, lse, _ = context_parallel_attention(q, k, x, tensors, group.group_name)
         return out.sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
 
     for slices in masks:
@@ -154,10 +154,11 @@ def run_opcheck(group):
     k, v = (torch.randn(64, 2, 8, requires_grad=True) for _ in range(2))
     arguments = (*plan, 0.3, 0.0, "cpu", "auto", *[group.group_name] * 2)
     torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *arguments))
-    torch.library.opcheck(torch.ops.magi.cp_attention_with_max_scores, (q, k, v, *arguments))
+    with_max_scores = (*arguments, 2, True)
+    torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *with_max_scores))
     q, k, v = (x.detach() for x in (q, k, v))
     torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *arguments))
-    torch.library.opcheck(torch.ops.magi.cp_ffa_fwd_with_max_scores, (q, k, v, *arguments))
+    torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *with_max_scores))
     lse = torch.randn(4, 64)
     torch.library.opcheck(torch.ops.magi.cp_ffa_bwd, (q, lse, q, k, v, q, lse, *arguments))
 
@@ -165,7 +166,7 @@ def run_opcheck(group):
 def run_second_derivative(group):
     plan = plan_rank(AttnSlices.causal(64), 1, 0, OPTIONS).tensors("cpu")
     q = torch.randn(64, 2, 8, requires_grad=True)
-    out, _ = context_parallel_attention(q, q, q, plan, group)
+    out, *_ = context_parallel_attention(q, q, q, plan, group)
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
         dq.sum().backward()
@@ -186,7 +187,7 @@ def run_twice(group, case):
     results = []
     for _ in range(2):
         local = [shard(x, where.clamp(max=case.seqlen_q - 1)).requires_grad_() for x in (q, k, v)]
-        out, _ = context_parallel_attention(*local, plan.tensors("cpu"), group)
+        out, *_ = context_parallel_attention(*local, plan.tensors("cpu"), group)
         results.append((out, *torch.autograd.grad(out, local, torch.ones_like(out))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

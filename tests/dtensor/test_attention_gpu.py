@@ -244,7 +244,7 @@ def backward_of(group, collective, options, slices, head_dim=128):
     q, k, v = inputs_of(ready.rows, device, rank, head_dim)
     problem = problem_of(q, k, v, head_dim**-0.5, 0.0)
     moving = select(collective, group, device)
-    execution = Execution(ready, kernels.select(problem), problem, moving, group, group)
+    execution = Execution(ready, kernels.select(problem).kernel, problem, moving, group, group)
 
     def inputs(seed):
         q, k, v = inputs_of(ready.rows, device, 100 * rank + seed, head_dim)
@@ -358,7 +358,7 @@ def again_and_again(group, steps, collective, options):
             .requires_grad_()
             for heads in (8, 2, 2, 8)
         )
-        out, lse = context_parallel_attention(
+        out, lse, _ = context_parallel_attention(
             q, k, v, plan.tensors(device), group, collective=collective
         )
         results = [out, lse, *torch.autograd.grad(out, (q, k, v), dout)]

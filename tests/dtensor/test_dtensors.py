@@ -65,7 +65,7 @@ def check(attend, tensors, mesh, placements, kv_placements, dims, backend=None):
     torch._dynamo.reset()
     *qkv, dout = tensors
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, lse = attend(*leaves)
+    out, lse, *_ = attend(*leaves)
     wanted = [out.detach(), lse.detach()]
     wanted += torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)))
     inputs = [
@@ -504,13 +504,14 @@ def run_ops(group, placements):
         for x in (SLICES.q_ranges, SLICES.k_ranges, SLICES.mask_types)
     ]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse = magi_compile.flex_flash_attention(*leaves, SLICES, softmax_scale=0.3)
+    out, lse, _ = magi_compile.flex_flash_attention(*leaves, SLICES, softmax_scale=0.3)
     wanted = torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)))
     inputs = [
         distribute_tensor(x, mesh, where).requires_grad_()
         for x, where in zip((q, k, v), [placements] * 3, strict=True)
     ]
-    found = torch.ops.magi.attention(*inputs, given, [], 0.3, 0.0, "")
+    *found, nothing = torch.ops.magi.attention(*inputs, given, [], 0.3, 0.0, "")
+    assert nothing.shape == (0,)
     of_lse = lse_placements(placements, (1, 0))
     assert found[0].placements == tuple(placements)
     assert found[1].placements == of_lse
@@ -538,7 +539,7 @@ def run_ops_across_ranks(group):
     mesh = mesh_of_2x2(group)
     q, k, v, dout = packed(4, 2)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse = magi_compile.flex_flash_attention(*leaves, SLICES, softmax_scale=0.3)
+    out, lse, _ = magi_compile.flex_flash_attention(*leaves, SLICES, softmax_scale=0.3)
     wanted = torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)))
     p = plan(SLICES, mesh["cp"], options=OPTIONS)
 
@@ -554,7 +555,7 @@ def run_ops_across_ranks(group):
     meta, data = (DTensor.from_local(x, mesh, [R, R]) for x in (p.meta, p.data))
     options = (0.3, 0.0, "", "auto", p.group_name, p.group_name)
     inputs = [spread(x).requires_grad_() for x in (q, k, v)]
-    found = torch.ops.magi.cp_attention(*inputs, meta, data, *options)
+    *found, _ = torch.ops.magi.cp_attention(*inputs, meta, data, *options)
     assert [x.placements for x in found] == [(Shard(0), HEADS), (Shard(1), Shard(0))]
     ones = torch.ones_like(found[1])
     grads = torch.autograd.grad(found, inputs, (spread(dout), ones))
@@ -569,10 +570,10 @@ def run_ops_across_ranks(group):
         by_function = function(
             *inputs, PlanTensors(p.meta, p.data), p.group_name, softmax_scale=0.3
         )
-        for x, y in zip(by_function, found, strict=True):
+        for x, y in zip(by_function[:2], found, strict=True):
             assert x.placements == y.placements
             torch.testing.assert_close(x.to_local(), y.to_local())
-    with_max = torch.ops.magi.cp_attention_with_max_scores(*inputs, meta, data, *options)
+    with_max = torch.ops.magi.cp_attention(*inputs, meta, data, *options, 1, True)
     assert with_max[2].placements == with_max[1].placements == found[1].placements
     # On the wrong dimension.
     rows = DTensor.from_local(q, mesh, [R, Shard(0)])

@@ -133,12 +133,12 @@ class ForwardsOf(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.magi.cp_ffa_fwd_with_max_scores.default
+        self.count += func is torch.ops.magi.cp_ffa_fwd.default
         return func(*args, **(kwargs or {}))
 
 
 def saves_attention(ctx, op, *args, **kwargs):
-    is_ours = op is torch.ops.magi.cp_ffa_fwd_with_max_scores.default
+    is_ours = op is torch.ops.magi.cp_ffa_fwd.default
     return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -51,7 +51,7 @@ def by_rank_plan(window, group):
     tensors = plan_rank(mask, group.size(), group.rank(), OPTIONS).tensors("cpu")
 
     def attend(*qkv):
-        out, _ = context_parallel_attention(*(x[0].transpose(0, 1) for x in qkv), tensors, group)
+        out, *_ = context_parallel_attention(*(x[0].transpose(0, 1) for x in qkv), tensors, group)
         return out.transpose(0, 1)[None]
 
     p = plan(mask, group, options=OPTIONS)

@@ -54,7 +54,7 @@ def our_flex_attention(q, k, v, mask):
 
 
 def flex_flash_attention(q, k, v, mask):
-    out, _ = magi_compile.flex_flash_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), mask)
+    out, *_ = magi_compile.flex_flash_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), mask)
     return out.transpose(0, 1)[None]
 
 

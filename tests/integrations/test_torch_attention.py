@@ -323,15 +323,15 @@ def test_sdpa_as_a_gpu_would_call_it(is_causal):
     dout = torch.randn_like(wanted)
     grads = torch.autograd.grad(wanted, (q, k, v), dout)
     with torch.no_grad():
-        op = door._Op(FORWARD, None)
-        out, lse, _, _, rows, keys, seed, offset, _ = door._sdpa_forward(
-            op, None, q, k, v, 0.0, is_causal
+        name, op = "_scaled_dot_product_flash_attention", door._Op(FORWARD, None)
+        out, lse, _, _, rows, keys, seed, offset, _ = door._run(
+            name, op, None, q, k, v, 0.0, is_causal
         )
         assert (rows, keys, lse.shape) == (30, 30, (2, 4, 30))
         torch.testing.assert_close(out, wanted)
-        op = door._Op(BACKWARD, None)
+        name, op = f"{name}_backward", door._Op(BACKWARD, None)
         arguments = (dout, q, k, v, out, lse, None, None, 30, 30, 0.0, is_causal, seed, offset)
-        torch.testing.assert_close(door._sdpa_backward(op, None, *arguments), grads)
+        torch.testing.assert_close(door._run(name, op, None, *arguments), grads)
 
 
 def test_nothing_is_active_before_and_after(forwards):

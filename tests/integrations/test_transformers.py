@@ -7,6 +7,7 @@ hf = pytest.importorskip("transformers")
 
 from transformers import masking_utils  # noqa: E402
 
+from magi_compile.integrations import packed_documents  # noqa: E402
 from magi_compile.integrations import transformers as door  # noqa: E402
 from magi_compile.masks import create_block_mask  # noqa: E402
 from tests.integrations.models import (  # noqa: E402
@@ -51,7 +52,9 @@ def test_documents_of_positions():
 
     def read(*rows):
         place = torch.tensor(rows)
-        found = door._documents_of_positions((place, place), (len(rows), len(rows[0]), 0))
+        found = packed_documents.documents_of_positions(
+            (place, place), (len(rows), len(rows[0]), 0)
+        )
         return None if found is None else found[0].tolist()
 
     assert read([0, 1, 5, 0, 1, 9]) == [[0, 0, 0, 1, 1, 1]]
@@ -68,7 +71,9 @@ def test_a_mask_of_the_users_in_evaluation_and_training():
     pair = (lists["cu_seq_lens_q"], lists["cu_seq_lens_k"])
     with torch.inference_mode():
         sizes = (1, SEQLEN, SEQLEN)
-        within = door._within_documents(mask, pair, door._documents_of_lists, sizes)
+        within = packed_documents.within_documents(
+            mask, pair, packed_documents.documents_of_lists, sizes
+        )
     captured = [cell.cell_contents for cell in within.mask_mod.__closure__]
     made = [x for x in (*captured, within.kv_indices) if isinstance(x, torch.Tensor)]
     assert len(made) == 3
@@ -137,8 +142,8 @@ def test_documents_are_added_only_where_a_mask_lacks_them():
 
     with_documents = masking_utils.packed_sequence_mask_function(packs)
     causal = masking_utils.causal_mask_function
-    assert door._has_documents(around(masking_utils.and_masks(causal, with_documents)))
-    assert not door._has_documents(around(masking_utils.and_masks(causal, causal)))
+    assert packed_documents.has_documents(around(masking_utils.and_masks(causal, with_documents)))
+    assert not packed_documents.has_documents(around(masking_utils.and_masks(causal, causal)))
 
 
 def test_documents_of_a_batch_are_counted_over_its_entries():

@@ -9,7 +9,9 @@ import torch
 
 from magi_compile.kernels import select as select_module
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.select import KERNELS, load, refusals_by_kernel, select
+from magi_compile.kernels.cpu import CpuKernel
+from magi_compile.kernels.select import KERNELS, ScoreNeeds, load, refusals, select
+from magi_compile.score.program import ScoreProgram
 
 PROBLEM = AttnProblem(
     device_type="cpu",
@@ -57,19 +59,23 @@ ORACLE = KERNELS["reference"]
 
 def test_first_kernel_without_refusals(registry):
     registry(picky=PICKY, oracle=ORACLE)
-    assert select(PROBLEM).name == "reference"
-    assert select(PROBLEM) is select(PROBLEM)
+    kernel, passed_over = select(PROBLEM)
+    assert kernel.name == "reference"
+    assert select(PROBLEM).kernel is kernel
+    assert passed_over == {"picky": ("needs a Tuesday", "needs a full moon")}
 
 
 def test_cpu_problem_gets_the_cpu_kernel():
-    assert select(PROBLEM).name == "cpu"
+    kernel, passed_over = select(PROBLEM)
+    assert kernel.name == "cpu"
+    assert list(passed_over) == ["cuda", "triton"]
 
 
 def test_the_oracle_runs_only_if_forced(registry):
     registry(picky=PICKY, reference=ORACLE)
     with pytest.raises(NotImplementedError, match="picky: needs a Tuesday"):
         select(PROBLEM)
-    assert select(PROBLEM, force="reference").name == "reference"
+    assert select(PROBLEM, force="reference") == (load("reference"), {})
 
 
 def test_triton_runs_bit_blocks_on_a_gpu_only_if_forced(registry):
@@ -78,9 +84,10 @@ def test_triton_runs_bit_blocks_on_a_gpu_only_if_forced(registry):
         triton="tests.kernels.test_select:AcceptsAll", cpu="tests.kernels.test_select:AcceptsAll"
     )
     problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), has_bits=True)
-    assert select(problem) is load("cpu")  # which accepts all here
-    assert select(problem, "triton") is load("triton")
-    assert select(replace(problem, has_bits=False)) is load("triton")
+    assert select(problem).kernel is load("cpu")  # which accepts all here
+    assert select(problem, "triton").kernel is load("triton")
+    assert select(problem, may_be_slower=True).kernel is load("triton")
+    assert select(replace(problem, has_bits=False)).kernel is load("triton")
     registry(triton="tests.kernels.test_select:AcceptsAll")
     with pytest.raises(
         NotImplementedError, match="triton: runs bit blocks only where kernel 'triton' is asked for"
@@ -117,12 +124,48 @@ def test_forced_kernel_that_does_not_exist():
         select(PROBLEM, force="fast")
 
 
-def test_refusals_by_kernel(registry):
+def test_refusals_of_one_kernel(registry):
     registry(picky=PICKY, oracle=ORACLE)
-    assert refusals_by_kernel(PROBLEM) == {
-        "picky": ["needs a Tuesday", "needs a full moon"],
-        "oracle": [],
+    assert refusals("picky", PROBLEM) == ["needs a Tuesday", "needs a full moon"]
+    assert refusals("oracle", PROBLEM) == []
+
+
+def test_each_kernel_is_asked_once(registry, monkeypatch):
+    """Also for its score program, and only where it takes the rest of the problem."""
+    asked = []
+
+    class Scored(CpuKernel):
+        def refusals(self, problem):
+            asked.append("problem")
+            return super().refusals(problem)
+
+        def score_refusals(self, problem, *of_program):
+            asked.append("score")
+            return []
+
+        def table_refusals(self, *of_program):
+            asked.append("tables")
+            return ["adds them up in any order"]
+
+    monkeypatch.setattr("magi_compile.kernels.cpu.CpuKernel", Scored)
+    registry(picky=PICKY, scored=KERNELS["cpu"])
+    problem = replace(PROBLEM, has_score=True)
+    program = ScoreProgram("score", "def score(score):\n    return score\n")
+    needs = ScoreNeeds(program, (), (), wants_table_gradients=False)
+    assert select(problem, score=needs).passed_over == {
+        "picky": (
+            "needs a Tuesday",
+            "needs a full moon",
+            "has no score_mods but a scale and a soft-cap",
+        )
     }
+    assert asked == ["problem", "score"]
+    with pytest.raises(NotImplementedError, match="scored: adds them up in any order"):
+        select(problem, score=needs._replace(wants_table_gradients=True))
+    asked.clear()
+    with pytest.raises(NotImplementedError, match="scored: needs tensors on the CPU, got cuda"):
+        select(replace(problem, device_type="cuda"), score=needs)
+    assert asked == ["problem"]
 
 
 def test_import_loads_no_kernel():
@@ -148,7 +191,7 @@ def test_who_evaluates_masks(name, monkeypatch):
 
 def test_score_programs_need_a_kernel_that_has_them():
     problem = replace(PROBLEM, has_score=True)
-    assert select(problem).name == "cpu"
+    assert select(problem).kernel.name == "cpu"
     with pytest.raises(NotImplementedError, match="has no score_mods but a scale and a soft-cap"):
         select(problem, "reference")
 
@@ -159,9 +202,10 @@ def test_score_programs_on_a_gpu_are_for_those_who_ask():
         NotImplementedError, match="triton: runs score_mods only where kernel 'triton' is asked for"
     ):
         select(problem)
-    reasons = refusals_by_kernel(problem)
-    assert "has no score_mods but a scale and a soft-cap" in reasons["fa4"]
-    assert not any("score_mods" in x for name in ("cuda", "triton") for x in reasons[name])
+    assert "has no score_mods but a scale and a soft-cap" in refusals("fa4", problem)
+    assert not any(
+        "score_mods" in x for name in ("cuda", "triton") for x in refusals(name, problem)
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,4 +223,4 @@ def test_head_dimensions_on_hopper(head_dims, name):
     pytest.importorskip("cuda.bindings")
     problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), dtype=torch.bfloat16)
     head_dim, head_dim_v = head_dims
-    assert select(replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)).name == name
+    assert select(replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)).kernel.name == name

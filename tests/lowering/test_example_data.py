@@ -13,6 +13,7 @@ from magi_compile.lowering.example_data import example_of, order_reasons
 from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.masks import Way
 from magi_compile.lowering.options import LoweringOptions
+from magi_compile.masks import row_intervals
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 
@@ -183,3 +184,29 @@ def test_bits_on_request(is_asked):
     (way,) = ways
     assert bool(way.reasons) == is_asked
     torch.testing.assert_close(out, attend(x, outside(IN_ORDER)))
+
+
+def test_intervals_without_data_are_evaluated_once(monkeypatch):
+    """For the order of computed tables, for the room, and for the graph."""
+    evaluated = []
+
+    def counted(*args, **kwargs):
+        evaluated.append(args)
+        return row_intervals(*args, **kwargs)
+
+    monkeypatch.setattr(masks, "row_intervals", counted)
+    ends = [40, 80, 200, LENGTH]
+
+    def made_of_nothing(x):
+        def mask_mod(b, h, q, kv):
+            ids = torch.searchsorted(torch.tensor(ends), torch.arange(LENGTH), right=True)
+            return ids[q] == ids[kv]
+
+        mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+        return flex_attention(x, x, x, block_mask=mask)
+
+    x = qkv()
+    torch._dynamo.reset()
+    out = torch.compile(made_of_nothing, backend=make_backend("eager"))(x)
+    torch.testing.assert_close(out, made_of_nothing(x))
+    assert len(evaluated) == 1

@@ -63,6 +63,18 @@ def test_dynamic_lengths_of_a_mask_that_repeats():
     assert num_graphs() == 1
 
 
+def test_dynamic_lengths_of_a_mask_that_writes():
+    """Its graph without writes serves every length."""
+    model = Attention()
+    compiled = torch.compile(model, backend=make_backend("aot_eager"), fullgraph=True, dynamic=True)
+    for seed, seqlen in enumerate((192, 320, 130)):
+        x, mask_mod = torch.randn(BATCH, seqlen, 32), counted(documents(seqlen, 5, seed))
+        ours = values_and_grads(model, *compiled(x, block_mask(mask_mod, seqlen)))
+        assert_same(ours, values_and_grads(model, *model.dense(x, mask_mod)))
+    assert num_graphs() == 1
+    assert not REPORT.refused
+
+
 def test_inductor_trains_like_dense():
     model = Attention()
     compiled = torch.compile(model, backend="magi", fullgraph=True)
@@ -94,6 +106,17 @@ def noised_and_clean(n):
         row, key = q % n // 16, kv % n // 16
         same = (row == key) & ((q < n) == (kv < n))
         return same | ((row > key) & (kv >= n))
+
+    return mask_mod
+
+
+def counted(document):
+    def mask_mod(b, h, q, kv):
+        number = document[b, q] + 0 * kv
+        number += document.shape[1]
+        number -= document[b, kv] + document.shape[1]
+        number *= 2
+        return (number == 0) & (q >= kv)
 
     return mask_mod
 

@@ -14,7 +14,7 @@ from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.lowering.report import REPORT
 from magi_compile.masks import row_intervals, slices_from_intervals, trace_mask_mod
-from magi_compile.masks.block_lists import visible_blocks
+from magi_compile.masks.evaluation.block_lists import visible_blocks
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 
 from .conftest import BATCH, Attention, assert_same, block_mask

@@ -84,7 +84,7 @@ def test_ops_refuse_tensors_that_do_not_fit():
         (q[0], "`v` must be"),
         (q.to("meta"), "`v` must be on the device of `q`"),
     ):
-        for op in (ops.attention, ops.ffa_fwd, ops.attention_with_max_scores):
+        for op in (ops.attention, ops.ffa_fwd):
             with pytest.raises(ValueError, match=message):
                 op(q, q, v, *options)
     with FakeTensorMode() as mode:
@@ -92,7 +92,7 @@ def test_ops_refuse_tensors_that_do_not_fit():
         fake_lists = [mode.from_tensor(x) for x in lists]
         with pytest.raises(ValueError, match="`v` must have the tokens"):
             ops.ffa_fwd(*fakes, fake_lists, [], 0.3, 0.0, "")
-    out, lse = ops.ffa_fwd(q, q, q, *options)
+    out, lse, _ = ops.ffa_fwd(q, q, q, *options)
     with pytest.raises(ValueError, match=r"`dout` must have shape \[16, 2, 8\], got \[8, 2, 8\]"):
         ops.ffa_bwd(out[:8], None, q, q, q, out, lse, *options, False)
 

@@ -5,6 +5,8 @@ import torch
 
 import magi_compile.ops  # noqa: F401  (defines the ops)
 from magi_compile import AttnSlices
+from magi_compile.kernels.plan import Plan, pack
+from magi_compile.ops.layout import packed
 
 LISTS = ("q_ranges", "k_ranges", "mask_types")
 
@@ -27,7 +29,7 @@ def test_forward_with_a_plan(arguments):
     """A plan travels as a list of tensors that have no gradients."""
     tensors, lists = arguments
     tensors = [tensor.requires_grad_() for tensor in tensors]
-    plan = [torch.zeros(1, dtype=torch.int32)]
+    plan = pack(Plan(others=(torch.zeros(1, dtype=torch.int32),)))
     arguments = (*tensors, list(lists), plan, 0.25, 0.0, "reference")
     torch.library.opcheck(torch.ops.magi.attention, arguments)
 
@@ -40,9 +42,48 @@ def test_values_alone(arguments):
 @pytest.mark.parametrize("with_dlse", [True, False])
 def test_backward(arguments, with_dlse):
     (q, k, v), lists = arguments
-    out, lse = torch.ops.magi.ffa_fwd(q, k, v, list(lists), [], 0.25, 0.0, "")
+    out, lse, _ = torch.ops.magi.ffa_fwd(q, k, v, list(lists), [], 0.25, 0.0, "")
     dlse = torch.randn_like(lse) if with_dlse else None
     torch.library.opcheck(
         torch.ops.magi.ffa_bwd,
         (torch.randn_like(out), dlse, q, k, v, out, lse, list(lists), [], 0.25, 0.0, "", False),
     )
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("given", ["by entry", "packed"])
+def test_tensors_by_entries_of_the_batch(given, by_head):
+    """With the largest scores."""
+    torch.manual_seed(0)
+    batch, nheads, seqlen = 2, 4, 12
+    tensors = [torch.randn(batch, nheads, seqlen, 16, requires_grad=True) for _ in range(3)]
+    if given == "packed":
+        tensors[0] = packed(tensors[0].detach(), by_head=by_head).requires_grad_()
+    ranges = [(i * seqlen, (i + 1) * seqlen) for i in range(batch * (nheads if by_head else 1))]
+    total = ranges[-1][1]
+    slices = AttnSlices.from_lists(ranges, ranges, [1] * len(ranges), total, total)
+    numbering = (batch, nheads, seqlen, seqlen, int(by_head))
+    options = (
+        [getattr(slices, x) for x in LISTS],
+        [],
+        0.25,
+        0.0,
+        "",
+        None,
+        None,
+        [],
+        "",
+        numbering,
+    )
+    arguments = (*tensors, *options, True, True)
+    torch.library.opcheck(torch.ops.magi.attention, arguments)
+    out, lse, max_scores = torch.ops.magi.attention(*arguments)
+    q, k, v = (packed(x, by_head=by_head) for x in tensors)
+    expected = torch.ops.magi.attention(
+        q, k, v, *options[:5], *[None, None, [], "", [], False, True]
+    )
+    assert out.shape == (batch, nheads, seqlen, 16)
+    torch.testing.assert_close(packed(out, by_head=by_head), expected[0])
+    torch.testing.assert_close((lse, max_scores), expected[1:])
+    found, wanted = (torch.autograd.grad(x[0].square().sum(), tensors) for x in ((out,), expected))
+    torch.testing.assert_close(found, wanted)

@@ -6,10 +6,11 @@ import torch
 from magi_compile import AttnSlices, flex_flash_attention
 from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.cpu import CpuKernel
-from magi_compile.kernels.heuristics import PlanTiles
-from magi_compile.kernels.plan_sizes import as_shape, check_sizes
+from magi_compile.kernels.plan import Plan, PlanTiles
 from magi_compile.kernels.reference import ReferenceKernel, exact_backward, exact_forward
 from magi_compile.ops import library
+from magi_compile.plan.stairs import NUM_LANES
+from magi_compile.plan.tiles import Walk
 
 TOTAL = 64
 
@@ -59,9 +60,9 @@ def test_a_plan_is_kept_until_somebody_writes_to_the_slices(planned):
     q, k, v = inputs()
     slices = full([(10, 60)])
     for _ in range(2):
-        check(*flex_flash_attention(q, k, v, slices), q, k, v, slices)
+        check(*flex_flash_attention(q, k, v, slices)[:2], q, k, v, slices)
     slices.q_ranges.copy_(torch.tensor([[5, 20]]))
-    check(*flex_flash_attention(q, k, v, slices), q, k, v, slices)
+    check(*flex_flash_attention(q, k, v, slices)[:2], q, k, v, slices)
     assert planned == [[[10, 60]], [[5, 20]]]
 
 
@@ -92,7 +93,7 @@ def test_a_plan_made_in_inference_mode_serves_training():
     slices = full([(10, 60)])
     with torch.inference_mode():
         flex_flash_attention(q, k, v, slices)
-    check(*flex_flash_attention(q, k, v, slices), q, k, v, slices)
+    check(*flex_flash_attention(q, k, v, slices)[:2], q, k, v, slices)
 
 
 def test_the_backward_walks_the_plan_of_its_forward(planned):
@@ -185,19 +186,20 @@ def test_a_kernel_whose_plans_are_values_of_the_graph(dynamic, monkeypatch):
     forward, backward = ReferenceKernel.forward, ReferenceKernel.backward
 
     def plan(self, slices, problem):
-        return [as_shape(sizes, slices.q_ranges), slices.q_ranges + 1]
+        walk = Walk(*(slices.q_ranges.new_zeros(0, *row) for row in ((4,), (12,), (NUM_LANES, 2))))
+        return Plan(sizes, walk, walk, slices.q_ranges.flatten() + 1)
 
     def check_plan(slices, plan):
-        check_sizes(plan[0], sizes)
-        assert torch.equal(plan[1], slices.q_ranges + 1)
+        plan.walks(sizes)
+        assert torch.equal(plan.splits, slices.q_ranges.flatten() + 1)
 
     def checked_forward(self, q, k, v, slices, plan, problem, **options):
         check_plan(slices, plan)
-        return forward(self, q, k, v, slices, [], problem, **options)
+        return forward(self, q, k, v, slices, Plan(), problem, **options)
 
-    def checked_backward(self, *arguments, deterministic):
-        check_plan(*arguments[-3:-1])
-        return backward(self, *arguments)
+    def checked_backward(self, grads, saved, slices, plan, problem, **options):
+        check_plan(slices, plan)
+        return backward(self, grads, saved, slices, Plan(), problem, **options)
 
     for name, function in (("forward", checked_forward), ("backward", checked_backward)):
         monkeypatch.setattr(ReferenceKernel, name, function)

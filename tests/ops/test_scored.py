@@ -195,28 +195,30 @@ def arguments():
     )
     lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
     tensors = [torch.randn(40, heads, 16) for heads in (4, 2, 2)]
-    return tensors, (lists, [], [], PROGRAM, [20, 20, 1], 0.25, "")
+    return tensors, (lists, [], 0.25, 0.0, ""), ([], PROGRAM, [2, 4, 20, 20, 0])
 
 
 def test_the_op(arguments):
-    tensors, options = arguments
+    tensors, options, score = arguments
     tensors, bias = [x.requires_grad_() for x in tensors], torch.randn(4, requires_grad=True)
-    torch.library.opcheck(torch.ops.magi.scored_attention, (*tensors, [bias], *options))
-    torch.library.opcheck(
-        torch.ops.magi.scored_fwd, (*(x.detach() for x in tensors), [bias.detach()], *options)
-    )
+    given = (*tensors, *options, None, [bias], *score)
+    torch.library.opcheck(torch.ops.magi.attention, given)
+    given = (*(x.detach() for x in tensors), *options, None, [bias.detach()], *score)
+    torch.library.opcheck(torch.ops.magi.ffa_fwd, given)
 
 
 @pytest.mark.parametrize("wanted", [[0], []])
 def test_the_op_of_gradients(arguments, wanted):
-    tensors, options = arguments
+    tensors, options, score = arguments
     bias = torch.randn(4)
-    out, lse = torch.ops.magi.scored_fwd(*tensors, [bias], *options)
-    given = (torch.randn_like(out), None, *tensors, out, lse, [bias], *options, wanted, False)
-    torch.library.opcheck(torch.ops.magi.scored_bwd, given)
+    out, lse, _ = torch.ops.magi.ffa_fwd(*tensors, *options, None, [bias], *score)
+    given = (torch.randn_like(out), None, *tensors, out, lse, *options, False, None, [bias], *score)
+    torch.library.opcheck(torch.ops.magi.ffa_bwd, (*given, wanted))
+    *_, sums = torch.ops.magi.ffa_bwd(*given, wanted)
+    assert (sums.shape, sums.dtype) == ((4 * len(wanted),), torch.float32)
 
 
 def test_a_program_that_is_none(arguments):
-    tensors, (lists, plan, symbols, _, *rest) = arguments
+    tensors, options, (symbols, _, numbering) = arguments
     with pytest.raises(ValueError, match="`program` must have a function `score`, got 'score'"):
-        torch.ops.magi.scored_fwd(*tensors, [], lists, plan, symbols, "score", *rest)
+        torch.ops.magi.ffa_fwd(*tensors, *options, None, [], symbols, "score", numbering)

@@ -25,7 +25,7 @@ def tuples(rects: Rects) -> list[tuple[int, ...]]:
 
 
 def trimmed(rows, seqlen_q=300, seqlen_k=300) -> Rects:
-    return Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed()
+    return make_slices(rows, seqlen_q, seqlen_k).untrimmed_rects().trimmed()
 
 
 def area(rects, seqlen_q, seqlen_k):

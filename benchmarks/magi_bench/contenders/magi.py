@@ -10,7 +10,7 @@ from magi_bench.contenders.base import Attend, Kernel, import_error
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.select import problem_on, refusals_by_kernel
+from magi_compile.kernels.select import problem_on, refusals
 
 
 class _Magi(Kernel):
@@ -19,7 +19,7 @@ class _Magi(Kernel):
     is_ours = True
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        return refusals_by_kernel(_problem(workload, device))[self.kernel]
+        return refusals(self.kernel, _problem(workload, device))
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         slices = workload.slices.to(inputs.q.device)

@@ -26,6 +26,7 @@ from magi_bench.workloads.workload import Workload
 from magi_bench.world import World
 from magi_compile import _compat
 from magi_compile.dtensor import ContextParallelOptions, plan
+from magi_compile.kernels.plan import pack
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.ops import library  # noqa: F401  (defines torch.ops.magi)
 
@@ -320,8 +321,8 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
     case, slices = workload.case, workload.slices.to(world.device)
     sizes = (heads[0], heads[1], case.head_dim, case.head_dim)
     asked = problem_on(world.device, getattr(torch, case.dtype), sizes, case.head_dim**-0.5)
-    kernel = select(asked)
-    made = kernel.pack(kernel.plan(slices, asked))
+    kernel = select(asked).kernel
+    made = pack(kernel.plan(slices, asked))
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

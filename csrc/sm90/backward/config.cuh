@@ -3,15 +3,15 @@
 
 #include "backward/params.cuh"
 #include "backward/schedule/cluster.cuh"
-#include "backward/statistics.cuh"
 #include "backward/walk.cuh"
 #include "common/choose.cuh"
 #include "common/ptx.cuh"
+#include "common/statistics.cuh"
 #include "common/store.cuh"
 #include "common/tile_plan.cuh"
 #include "scores/none.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // Where 16 rows of a warp go.
 struct DqTarget {
@@ -118,11 +118,11 @@ struct alignas(64) TileOfHead {
     Tile tile;
     int kv_head;
     int tile_index;
-    bool is_ascending;    // the walk starts with the first queries
-    int num_visits;       // blocks of queries, over all query heads
-    int visits_to_tell;   // after so many, those of a head or all, the warps of dQ tell what they have added
-    int wave_in_step;     // whose thread blocks stay together, or kNoWave
-    int num_qheads;       // of the group, from `qhead` on
+    bool is_ascending;     // the walk starts with the first queries
+    int num_visits;        // blocks of queries, over all query heads
+    int visits_to_count;   // after so many, those of a head or all, the warps of dQ count what they have added
+    int wave_in_step;      // whose thread blocks stay together, or kNoWave
+    int num_qheads;        // of the group, from `qhead` on
     int qhead;
     int part;   // of so many as the tile is divided into
     int num_parts;
@@ -134,77 +134,49 @@ struct alignas(64) TileOfHead {
     static constexpr int kNoMoreWork = -1;   // as num_visits
 };
 
-// Where heads are wide, what the gradients of probabilities are multiplied with, left by the warps that have the
-// probabilities for those that have the gradients, of 16 keys each, as they hold it.
-template <class Config, bool kIsWide = Config::kIsWide>
-struct FactorStorage {};
-
+// What some kernels do without takes no room there.
 template <class Config>
-struct FactorStorage<Config, true> {
-    static constexpr int kWarps = Config::kRows / kWarpRows;
-
-    typename Config::Element factors[kWarps][kWarpRows * Config::kBlockCols];   // as many as a slab of dV has; later dV
-};
-
-// What the other thread block of a cluster has.
-template <class Config, bool kIsShared = Config::kSharesDq>
-struct PeerStorage : FactorStorage<Config> {};
-
-template <class Config>
-struct PeerStorage<Config, true> : FactorStorage<Config> {
-    typename Config::Element peer_dscores[Config::kScoreStages][Config::kKSlab];
-    typename Config::Element peer_k[Config::kPeerSlabs][Config::kKSlab];   // columns of this block's half of dQ
-};
-
-template <class Config, bool kIsShared = Config::kSharesDq>
-struct PeerBarriers {};
-
-template <class Config>
-struct PeerBarriers<Config, true> {
-    uint64_t from_peer[Config::kScoreStages];   // what it has sent is there
-    uint64_t to_peer[Config::kScoreStages];     // the other one has no more use for what this one has sent
-};
-
-template <class Config, bool kIsCluster = (Config::kCtas > 1)>
-struct ClusterBarriers {};
-
-template <class Config>
-struct ClusterBarriers<Config, true> : PeerBarriers<Config> {
-    uint64_t item_full, item_empty;
-};
-
-// What TMA and matmuls use.
-template <class Config>
-struct OperandStorage : PeerStorage<Config> {
+struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
 
+    // Where heads are wide, what the gradients of probabilities are multiplied with, left by the warps that have the
+    // probabilities for those that have the gradients, of 16 keys each, as they hold it; later dV.
+    struct Factors {
+        static constexpr int kWarps = Config::kRows / kWarpRows;
+
+        Element of_warps[kWarps][kWarpRows * Config::kBlockCols];   // as many as a slab of dV has
+    };
+    // What the other thread block of a cluster has.
+    struct Peer {
+        Element dscores[Config::kScoreStages][Config::kKSlab];
+        Element k[Config::kPeerSlabs][Config::kKSlab];   // columns of this block's half of dQ
+    };
+    // dQ on the way out, of each warp; where heads are wide it leaves from registers.
+    struct Dq {
+        float of_warps[Config::kDqRowPanels][Config::kDqWarps][kWarpRows * Config::kHeadDim];
+    };
+    struct PeerBarriers {
+        uint64_t received[Config::kScoreStages];   // what the other one has sent is there
+        uint64_t taken[Config::kScoreStages];      // it has no more use for what this one has sent
+    };
+    struct ClusterBarriers {
+        uint64_t item_full, item_empty;
+    };
+
+    [[no_unique_address]] Maybe<Config::kIsWide, Factors> factors;
+    [[no_unique_address]] Maybe<Config::kSharesDq, Peer> peer;
     Element k[Config::kSlabs][Config::kKSlab];
     Element v[Config::kSlabs][Config::kKSlab];
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kDoutStages][Config::kSlabs][Config::kQSlab];
-    Element dscores[Config::kScoreStages][Config::kScoreSlabs]
-                   [Config::kKSlab];                                    // dS^T, keys x queries; later dV and dK
-    Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
+    Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV, dK
+    Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];             // travel with q
     Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
-};
-
-// dQ on the way out, of each warp; where heads are wide it leaves from registers.
-template <class Config, bool kIsWide = Config::kIsWide>
-struct DqStorage : OperandStorage<Config> {};
-
-template <class Config>
-struct DqStorage<Config, false> : OperandStorage<Config> {
-    float dq[Config::kDqRowPanels][Config::kDqWarps][kWarpRows * Config::kHeadDim];
-};
-
-// What some kernels do without takes no room there, as a base.
-template <class Config>
-struct alignas(1024) SharedStorage : DqStorage<Config> {
+    [[no_unique_address]] Maybe<!Config::kIsWide, Dq> dq;
     Block blocks[Config::kStages];   // travel with q
-    TileOfHead
-        work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
-    uint32_t kv_phase;   // the producer's
-    int is_over;         // 1 when there will be no more tiles
+    TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next is on its way
+    uint32_t kv_phase;    // the producer's
+    int is_over;          // 1 when there will be no more tiles
     union {
         uint32_t never_written;
         int item;   // that the first thread block of a cluster has drawn for this one
@@ -213,7 +185,8 @@ struct alignas(1024) SharedStorage : DqStorage<Config> {
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dout_full[Config::kDoutStages], dout_empty[Config::kDoutStages];
     uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
-    ClusterBarriers<Config> cluster;
+    [[no_unique_address]] Maybe<Config::kSharesDq, PeerBarriers> peer_barriers;
+    [[no_unique_address]] Maybe<(Config::kCtas > 1), ClusterBarriers> cluster;
 };
 
 // 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it; what the warps of dQ
@@ -246,9 +219,9 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     }
     if constexpr (Config::kSharesDq) {
         for (int i = 0; i < Config::kScoreStages; ++i) {
-            mbarrier_init(smem.cluster.from_peer[i], 1);
-            mbarrier_arrive_expect_tx(smem.cluster.from_peer[i], sizeof(smem.peer_dscores[0]));
-            mbarrier_init(smem.cluster.to_peer[i], Config::kDqWarps);
+            mbarrier_init(smem.peer_barriers.received[i], 1);
+            mbarrier_arrive_expect_tx(smem.peer_barriers.received[i], sizeof(smem.peer.dscores[0]));
+            mbarrier_init(smem.peer_barriers.taken[i], Config::kDqWarps);
         }
     }
     if constexpr (Config::kCtas > 1) {
@@ -276,4 +249,4 @@ __device__ __forceinline__ void init_stats(SharedStorage<Config>& smem) {
     fence_proxy_async_shared();
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward

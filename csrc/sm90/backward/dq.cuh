@@ -8,7 +8,7 @@
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 template <class Config>
 class DqWarpgroup {
@@ -28,10 +28,10 @@ public:
                 break;
             }
             const int num_visits = left;
-            // As `left`: when the next head is through, where others follow. Otherwise the end of the tile tells of
+            // As `left`: when the next head is through, where others follow. Otherwise the end of the tile counts
             // all.
-            int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_tell) : 0;
-            int end_head = uniform(work().qhead + work().num_qheads);   // of those that are not told
+            int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_count) : 0;
+            int end_head = uniform(work().qhead + work().num_qheads);   // of those that are not counted
             while (left > 0) {
                 // When a head is through, one more block: meanwhile what was added to it arrives.
                 const int end = max(through - 1, 0);
@@ -44,9 +44,9 @@ public:
                 }
                 if (Config::kRoundsDq && through > 0) {
                     await_additions<1>();
-                    tell(work(), end_head - 1, end_head);
+                    count_visits(work(), end_head - 1, end_head);
                     --end_head;
-                    through -= uniform(work().visits_to_tell);
+                    through -= uniform(work().visits_to_count);
                 }
             }
             if constexpr (Config::kIsDeterministic) {
@@ -60,7 +60,7 @@ public:
             kv_.advance();
             if constexpr (Config::kRoundsDq) {
                 await_additions<0>();
-                tell(done, uniform(done.qhead), end_head);
+                count_visits(done, uniform(done.qhead), end_head);
             }
         }
         cp_async_bulk_wait_group_read<0>();
@@ -140,7 +140,7 @@ private:
             if constexpr (Config::kIsDeterministic) {
                 await_turn(rows, visits_[row_panel]);
             }
-            add(rows, staging_ + row_panel * uint32_t(sizeof(smem_.dq[0])));
+            add(rows, staging_ + row_panel * uint32_t(sizeof(smem_.dq.of_warps[0])));
         }
     }
 
@@ -172,8 +172,8 @@ private:
     }
 
     __device__ __forceinline__ void store(const Dq& dq, int panel) {
-        float* const staging =
-            smem_.dq[panel / Config::kDqColPanels][warp_] + panel % Config::kDqColPanels * kWarpRows * Config::kDqCols;
+        float* const staging = smem_.dq.of_warps[panel / Config::kDqColPanels][warp_] +
+                               panel % Config::kDqColPanels * kWarpRows * Config::kDqCols;
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             *reinterpret_cast<float4*>(staging + 128 * i + 4 * lane_) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
@@ -184,7 +184,7 @@ private:
     __device__ __forceinline__ void add(const DqTarget& rows, uint32_t staging) {
         if (is_chosen<Config>(lane_)) {
             if (rows.are_in_run) {
-                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
+                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq.of_warps[0][0]));
             }
             cp_async_bulk_commit_group();
         }
@@ -241,7 +241,7 @@ private:
     }
 
     // Counts what this warp has added for some heads of a tile: once for each run that holds some of 16 rows.
-    __device__ __forceinline__ void tell(const TileOfHead& work, int first_head, int end_head) const {
+    __device__ __forceinline__ void count_visits(const TileOfHead& work, int first_head, int end_head) const {
         fence_acq_rel();
 #pragma unroll 1
         for (int i = uniform(work.tile.run_begin), run_end = uniform(work.tile.run_end); i < run_end; ++i) {
@@ -262,7 +262,7 @@ private:
 
     __device__ __forceinline__ uint32_t staging(const SharedStorage<Config>& smem) const {
         if constexpr (!Config::kIsWide) {
-            return uniform(shared_address(smem.dq[0][warp_]));
+            return uniform(shared_address(smem.dq.of_warps[0][warp_]));
         } else {
             return 0;
         }
@@ -283,4 +283,4 @@ private:
         {};   // of the rows that this lane has waited for, where additions have an order
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

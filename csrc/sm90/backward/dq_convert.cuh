@@ -7,7 +7,7 @@
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // By a warp, so many groups of columns at a time; of `kHeadDim` columns of the sums, dq has the first `kCols`.
 template <class Element, int kHeadDim, int kCols, int kColGroupsAtOnce>
@@ -116,4 +116,4 @@ __device__ void count_walks(const Tile* tiles, const Run* runs, int num_tiles, i
     });
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -7,7 +7,7 @@
 #include "backward/config.cuh"
 #include "backward/dq_convert.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 template <class Config>
 class DqRows {
@@ -25,7 +25,7 @@ public:
             if (!await_visits(head, group)) {
                 leave(item);
                 leave(drawn(next));
-                go();
+                leave_early();
                 break;
             }
             DqRounding<typename Config::Element, Config::kHeadDim, Config::kCols, kColGroupsAtOnce>(items).round(head,
@@ -55,7 +55,7 @@ private:
     }
 
     // The last one of half of them takes the rest along.
-    __device__ __forceinline__ void go() const {
+    __device__ __forceinline__ void leave_early() const {
         DqProgress& progress = *params_.dq_progress;
         if (is_first_lane() && atomicAdd(&progress.num_gone, 1) + 1 == kManyWarps * int(gridDim.x)) {
             progress.end = atomicAdd(&progress.next, params_.dq.count());
@@ -81,4 +81,4 @@ private:
     SharedStorage<Config>& smem_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -6,7 +6,7 @@
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // A descriptor of the matmul dQ = dS K. The wait for a turn diverges, and the compiler no longer knows that it is that
 // of all lanes.
@@ -66,7 +66,7 @@ private:
         const int first = rank * 2 * Config::kSlabCols;
         const int rest = Config::kSlabCols + rank * kRest;
         float dq[Config::kSlabCols / 2], dq_of_rest[kRest / 2];
-        mbarrier_wait_together(smem_.cluster.from_peer[scores.slot], scores.phase);
+        mbarrier_wait_together(smem_.peer_barriers.received[scores.slot], scores.phase);
         issue<Config::kSlabCols>(dq, first, scores.slot);
         take_turn();
         wgmma_wait_group<0>();
@@ -79,7 +79,7 @@ private:
         if (warp_ == 0) {
             expect_peer(scores.slot);
         }
-        mbarrier_arrive_at_rank_if(lane_ == 0, smem_.cluster.to_peer[scores.slot], peer_rank<Config>());
+        mbarrier_arrive_at_rank_if(lane_ == 0, smem_.peer_barriers.taken[scores.slot], peer_rank<Config>());
         add<kRest>(rows, dq_of_rest, rest);
     }
 
@@ -92,7 +92,7 @@ private:
         wgmma_fence();
         accumulate<kCols>(dq, smem_.dscores[slot][0], smem_.k[slab], within, false);
         if constexpr (Config::kSharesDq) {
-            accumulate<kCols>(dq, smem_.peer_dscores[slot], smem_.peer_k[slab - first_peer_slab<Config>()], within,
+            accumulate<kCols>(dq, smem_.peer.dscores[slot], smem_.peer.k[slab - first_peer_slab<Config>()], within,
                               true);
         }
         wgmma_commit_group();
@@ -123,7 +123,7 @@ private:
     // may.
     __device__ __forceinline__ void expect_peer(int slot) const {
         if (lane_ == 0) {
-            mbarrier_arrive_expect_tx(smem_.cluster.from_peer[slot], sizeof(smem_.peer_dscores[0]));
+            mbarrier_arrive_expect_tx(smem_.peer_barriers.received[slot], sizeof(smem_.peer.dscores[0]));
         }
         __syncwarp();
     }
@@ -135,4 +135,4 @@ private:
     const int lane_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

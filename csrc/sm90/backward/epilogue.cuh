@@ -4,7 +4,7 @@
 
 #include "backward/config.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 template <class Config>
 class KeyGradients {
@@ -40,18 +40,18 @@ public:
             num_added = work.part + 1 < work.num_parts;
             is_last = work.part == 0;
         } else {
-            leave_all(partials + work.part * part_stride, grads...);
+            store_partials(partials + work.part * part_stride, grads...);
             (clear(grads), ...);
             is_last = arrive(work) + 1 == work.num_parts;
             num_added = is_last ? work.num_parts : 0;
         }
 #pragma unroll 1
         for (int part = 0; part < num_added; ++part) {
-            add_all(partials + part * part_stride, grads...);
+            add_partials(partials + part * part_stride, grads...);
         }
         if (is_handed_on) {
             if (__any_sync(0xffffffff, !is_last)) {
-                leave_all(partials, grads...);
+                store_partials(partials, grads...);
             }
             end_turn(work);
         }
@@ -119,18 +119,18 @@ private:
     }
 
     template <class... Grads>
-    __device__ __forceinline__ static void leave_all(float4* partials, const Grads&... grads) {
+    __device__ __forceinline__ static void store_partials(float4* partials, const Grads&... grads) {
         int first = 0;   // of a gradient
-        ((leave(grads, partials + first), first += kPartialsOfGrad), ...);
+        ((store_partial(grads, partials + first), first += kPartialsOfGrad), ...);
     }
 
     template <class... Grads>
-    __device__ __forceinline__ static void add_all(const float4* partials, Grads&... grads) {
+    __device__ __forceinline__ static void add_partials(const float4* partials, Grads&... grads) {
         int first = 0;
-        ((add(grads, partials + first), first += kPartialsOfGrad), ...);
+        ((add_partial(grads, partials + first), first += kPartialsOfGrad), ...);
     }
 
-    __device__ __forceinline__ static void leave(const Grad& grad, float4* partials) {
+    __device__ __forceinline__ static void store_partial(const Grad& grad, float4* partials) {
 #pragma unroll
         for (int i = 0; i < kGrad / 4; ++i) {
             partials[32 * i] = {grad[4 * i], grad[4 * i + 1], grad[4 * i + 2], grad[4 * i + 3]};
@@ -144,7 +144,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ static void add(Grad& grad, const float4* partials) {
+    __device__ __forceinline__ static void add_partial(Grad& grad, const float4* partials) {
 #pragma unroll
         for (int i = 0; i < kGrad / 4; ++i) {
             const float4 partial = partials[32 * i];
@@ -209,4 +209,4 @@ private:
     const int lane_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

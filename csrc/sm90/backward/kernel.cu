@@ -20,11 +20,10 @@
 #include "score_mod.cuh"   // made from the score program: ffa::Score
 #endif
 
-namespace ffa {
+namespace ffa::backward {
 
 template <class Config>
-__device__ __forceinline__ void backward(const typename Config::Params& params) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+__device__ __forceinline__ void run(const typename Config::Params& params) {
     static_assert(sizeof(SharedStorage<Config>) <= kMaxSharedBytes, "the buffers do not fit in shared memory");
     auto& smem = *reinterpret_cast<SharedStorage<Config>*>(memory);
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / Config::kWarpgroup, 0);
@@ -74,9 +73,9 @@ using Config =
                    FFA_DOUT_STAGES, FFA_SCORE_STAGES, FFA_PRODUCER_REGISTERS, FFA_DQ_REGISTERS, FFA_CONSUMER_REGISTERS,
                    FFA_HAS_SOFTCAP, FFA_HAS_BITS, FFA_IS_DETERMINISTIC, FFA_ROUNDS_DQ, FFA_SCORE>;
 
-}   // namespace ffa
+}   // namespace ffa::backward
 
-extern "C" __global__ void __launch_bounds__(ffa::Config::kThreads, 1)
-    ffa_backward(const __grid_constant__ ffa::Config::Params params) {
-    ffa::backward<ffa::Config>(params);
+extern "C" __global__ void __launch_bounds__(ffa::backward::Config::kThreads, 1)
+    ffa_backward(const __grid_constant__ ffa::backward::Config::Params params) {
+    ffa::backward::run<ffa::backward::Config>(params);
 }

@@ -13,13 +13,14 @@
 
 #include "backward/config.cuh"
 #include "backward/epilogue.cuh"
+#include "backward/scores.cuh"
 #include "common/bits.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
+#include "common/product.cuh"
 #include "common/wgmma.cuh"
-#include "scores/backward.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // The matmuls of a warpgroup of the backward kernel that owns 64 keys. Scores and their gradients are transposed, keys
 // by queries, so that they are operands of the next matmul as they lie in registers.
@@ -44,6 +45,11 @@ public:
     struct Keys {
         const Element* rows;
         uint32_t steps[kKeySteps][4];
+
+        template <class Multiply>
+        __device__ __forceinline__ void multiply(Scores& product, int step, uint32_t queries, bool adds) const {
+            Multiply::template rs<Major::K>(product, steps[step], queries, adds);
+        }
     };
 
     // Those from `rows` on, of which this warp's begin at `row`.
@@ -94,12 +100,7 @@ private:
     template <bool kHasStart, int kCols>
     __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Keys& keys, uint32_t queries,
                                                int slot) const {
-        const uint32_t a = Config::kHasKeysInRegisters ? 0 : wgmma_descriptor(keys.rows, 0);
-        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
-        }
+        set_unread(product);
         pin(product);
         wgmma_fence();
         if constexpr (kHasStart) {
@@ -107,19 +108,12 @@ private:
                                                              kStatsDescriptorHigh>(
                 product, selector_operands_[static_cast<int>(start)], stats_operands_[slot], 0);
         }
-#pragma unroll
-        for (int step = 0; step < (kCols + 15) / 16; ++step) {
-            const int slab = step / kStepsPerSlab;
-            const int within = step % kStepsPerSlab * kStepBytes;
-            const uint32_t b = queries + ((slab * kQSlabBytes + within) >> 4);
-            const bool accumulates = kHasStart || step != 0;
-            using Multiply = Wgmma<Element, Config::kBlockCols>;
-            if constexpr (Config::kHasKeysInRegisters) {
-                Multiply::template rs<Major::K>(product, keys.steps[step], b, accumulates);
-            } else {
-                Multiply::template ss<Major::K, Major::K>(product, a + ((slab * kKSlabBytes + within) >> 4), b,
-                                                          accumulates);
-            }
+        constexpr int kSteps = (kCols + 15) / 16;
+        if constexpr (Config::kHasKeysInRegisters) {
+            issue_steps<Element, kSteps, kQSlabBytes>(product, keys, queries, kHasStart);
+        } else {
+            const SharedRows<kKSlabBytes> rows{wgmma_descriptor(keys.rows, 0)};
+            issue_steps<Element, kSteps, kQSlabBytes>(product, rows, queries, kHasStart);
         }
         wgmma_commit_group();
     }
@@ -546,4 +540,4 @@ private:
     int left_ = 0;                             // blocks of the tile
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

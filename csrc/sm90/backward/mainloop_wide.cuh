@@ -13,7 +13,7 @@
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // Where a consumer of wide heads stands in the rings of a block. Rings that are as long share a position, and so
 // registers.
@@ -92,7 +92,8 @@ private:
     static constexpr int kFours = Matmuls<Config>::kScores / 8;
 
     __device__ __forceinline__ uint4& four(int i, int lane) const {
-        return reinterpret_cast<uint4*>(smem_.factors[threadIdx.x / 32 % FactorStorage<Config>::kWarps])[32 * i + lane];
+        return reinterpret_cast<uint4*>(
+            smem_.factors.of_warps[threadIdx.x / 32 % SharedStorage<Config>::Factors::kWarps])[32 * i + lane];
     }
 
     SharedStorage<Config>& smem_;
@@ -153,7 +154,7 @@ public:
 
     // From where dV leaves, when nobody needs what is there any more.
     __device__ __forceinline__ auto staging() const {
-        return reinterpret_cast<typename Config::Element*>(smem_.factors);
+        return reinterpret_cast<typename Config::Element*>(smem_.factors.of_warps);
     }
 
 private:
@@ -337,7 +338,7 @@ private:
         const auto [slot, phase] = block_.dout();
         mbarrier_wait_together(smem_.dscores_empty[slot], phase ^ 1);
         if constexpr (Config::kSharesDq) {
-            mbarrier_wait_together(smem_.cluster.to_peer[slot], phase ^ 1);
+            mbarrier_wait_together(smem_.peer_barriers.taken[slot], phase ^ 1);
         }
         math_.store_dscores(dscores, smem_.dscores[slot][0], row_);
         fence_proxy_async_shared();
@@ -350,9 +351,9 @@ private:
     __device__ __forceinline__ void send(int slot) const {
         if (lane_ == 0) {
             const uint32_t offset = row_ * Config::kSlabCols * sizeof(typename Config::Element);
-            cp_async_bulk_to_peer(shared_address(smem_.peer_dscores[slot]) + offset,
+            cp_async_bulk_to_peer(shared_address(smem_.peer.dscores[slot]) + offset,
                                   shared_address(smem_.dscores[slot][0]) + offset, kBytesOfWarp,
-                                  smem_.cluster.from_peer[slot], peer_rank<Config>());
+                                  smem_.peer_barriers.received[slot], peer_rank<Config>());
         }
         __syncwarp();
     }
@@ -362,7 +363,7 @@ private:
         auto next = block_.dout();
 #pragma unroll
         for (int i = 0; i < Config::kScoreStages; ++i) {
-            mbarrier_wait_together(smem_.cluster.to_peer[next.slot], next.phase ^ 1);
+            mbarrier_wait_together(smem_.peer_barriers.taken[next.slot], next.phase ^ 1);
             next.advance();
         }
     }
@@ -457,4 +458,4 @@ __device__ __forceinline__ void consume_wide(const typename Config::Params& para
     }
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -6,7 +6,7 @@
 #include "common/tile_plan.cuh"
 #include "scores/params.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // Where dq is summed up in fp32, in the order in which the warps hold it, so that 16 rows are one contiguous piece:
 // [nheads_q][row / 16][col / 8][lane][4], a lane's four as in the accumulator of a wgmma: two neighbouring columns of
@@ -130,4 +130,4 @@ struct ScoredBackwardParams : BackwardParams {
 static_assert(sizeof(BitsBackwardParams) == 1152, "packed by magi_compile/kernels/sm90/params.py");
 static_assert(sizeof(BackwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -1,7 +1,7 @@
 // Rounds what the main kernel has left of dq: nothing, where all its thread blocks have run at a time and end together.
 #include "backward/dq_convert.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 struct PostprocessParams {
     DqItems items;
@@ -27,9 +27,9 @@ __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
     }
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward
 
 extern "C" __global__ void __launch_bounds__(FFA_THREADS)
-    ffa_backward_postprocess(const __grid_constant__ ffa::PostprocessParams params) {
-    ffa::postprocess(params);
+    ffa_backward_postprocess(const __grid_constant__ ffa::backward::PostprocessParams params) {
+    ffa::backward::postprocess(params);
 }

@@ -4,15 +4,14 @@
 #include "backward/dq_convert.cuh"
 #include "backward/params.cuh"
 #include "backward/schedule/writer.cuh"
-#include "backward/statistics.cuh"
 #include "common/ptx.cuh"
+#include "common/statistics.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 5;   // left to itself, the compiler takes 40 registers, and spills
 using Writer = AgendaWriter<FFA_BLOCK_COLS, FFA_TILE_WARPS>;
-static_assert(kThreads == 32 * kNumShares, "a warp for each");
 
 struct PreprocessParams {
     const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim_v], rows of 16-byte multiples
@@ -105,9 +104,9 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     }
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward
 
-extern "C" __global__ void __launch_bounds__(ffa::kThreads, ffa::kBlocksPerSm)
-    ffa_backward_preprocess(const __grid_constant__ ffa::PreprocessParams params) {
-    ffa::preprocess(params);
+extern "C" __global__ void __launch_bounds__(ffa::backward::kThreads, ffa::backward::kBlocksPerSm)
+    ffa_backward_preprocess(const __grid_constant__ ffa::backward::PreprocessParams params) {
+    ffa::backward::preprocess(params);
 }

@@ -7,7 +7,7 @@
 #include "backward/walk.cuh"
 #include "common/pipeline.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // The items of a thread block of the backward kernel: its own, or those that the first block of its cluster draws for
 // both.
@@ -89,7 +89,7 @@ private:
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
         work.num_visits = num_blocks * work.num_qheads;
-        work.visits_to_tell = is_head_by_head ? num_blocks : work.num_visits;
+        work.visits_to_count = is_head_by_head ? num_blocks : work.num_visits;
         if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
         } else {
@@ -106,7 +106,7 @@ private:
         const int row = work.tile.row_begin + first_row_of_block<Config>();
         uint32_t bytes = sizeof(smem_.k) + sizeof(smem_.v);
         if constexpr (Config::kSharesDq) {
-            bytes += sizeof(smem_.peer_k);
+            bytes += sizeof(smem_.peer.k);
         }
         mbarrier_arrive_expect_tx(smem_.kv_full, bytes);
         load(smem_.k, params_.k, smem_.kv_full, row, work.kv_head);
@@ -115,7 +115,7 @@ private:
             const int peer_row = work.tile.row_begin + peer_rank<Config>() * Config::kRows;
 #pragma unroll 1
             for (int slab = 0; slab < Config::kPeerSlabs; ++slab) {
-                tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full,
+                tma_load_3d(smem_.peer.k[slab], params_.k, smem_.kv_full,
                             (first_peer_slab<Config>() + slab) * Config::kSlabCols, peer_row, work.kv_head);
             }
         }
@@ -199,4 +199,4 @@ private:
     int num_blocks_ = 0;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

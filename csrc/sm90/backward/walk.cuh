@@ -4,7 +4,7 @@
 
 #include "common/tile_plan.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // Blocks start at multiples of 16 queries, as dQ is laid out.
 constexpr int kBlockAlignment = 16;
@@ -68,7 +68,6 @@ private:
 template <int kBlockCols>
 __device__ __forceinline__ int blocks_of_tile(const Tile& tile, const Run* runs) {
     int sum = 0;
-#pragma unroll 4
 #pragma unroll 1
     for (int i = tile.run_begin; i < tile.run_end; ++i) {
         sum += RunWalk<kBlockCols>{runs[i], 1, false}.num_blocks();
@@ -82,4 +81,4 @@ __device__ __forceinline__ bool is_walked_head_by_head(const Tile& tile, const R
     return tile.run_end - tile.run_begin == 1 && RunWalk<kBlockCols>(runs[tile.run_begin], 1, false).is_window();
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -13,4 +13,11 @@ struct Choose<false, Then, Else> {
     using type = Else;
 };
 
+// A member that some kernels do without: with [[no_unique_address]] it takes no room there.
+template <class Member>
+struct Without {};
+
+template <bool kIsThere, class Member>
+using Maybe = typename Choose<kIsThere, Member, Without<Member>>::type;
+
 }   // namespace ffa

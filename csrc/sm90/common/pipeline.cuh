@@ -9,6 +9,9 @@ namespace ffa {
 // What a thread block of this chip can have; the host asks for all of it.
 constexpr int kMaxSharedBytes = 227 * 1024;
 
+// All of it, for a kernel to lay out.
+extern __shared__ __align__(1024) unsigned char memory[];
+
 // A position in a ring of buffers. Consumers wait for `phase` of full, producers for the opposite phase of empty.
 template <int kStages>
 struct Position {

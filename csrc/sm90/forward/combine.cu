@@ -3,7 +3,7 @@
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 struct MergeParams {
     const float* split_out;                      // [split_rows, nheads_q, head_dim_v], contiguous
@@ -56,11 +56,7 @@ __device__ __forceinline__ void merge(const MergeParams& params, const Cut& cut,
     }
 }
 
-}   // namespace ffa
-
-extern "C" __global__ void __launch_bounds__(ffa::kThreads)
-    ffa_forward_merge(const __grid_constant__ ffa::MergeParams params) {
-    using namespace ffa;
+__device__ __forceinline__ void run(const MergeParams& params) {
     griddepcontrol_wait();
     for (int i = blockIdx.x * kThreads + threadIdx.x;; i += gridDim.x * kThreads) {
         const int row = i / kChunks / params.num_heads;
@@ -77,4 +73,11 @@ extern "C" __global__ void __launch_bounds__(ffa::kThreads)
             merge(params, cut, row_in_tile, i / kChunks % params.num_heads, i % kChunks);
         }
     }
+}
+
+}   // namespace ffa::forward
+
+extern "C" __global__ void __launch_bounds__(ffa::forward::kThreads)
+    ffa_forward_merge(const __grid_constant__ ffa::forward::MergeParams params) {
+    ffa::forward::run(params);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/choose.cuh"
+#include "common/key_loader.cuh"
 #include "common/pipeline.cuh"
 #include "common/ptx.cuh"
 #include "common/store.cuh"
@@ -9,7 +10,7 @@
 #include "forward/params.cuh"
 #include "scores/none.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 constexpr int kMaxConsumers = 3;
 
@@ -73,13 +74,6 @@ struct ForwardConfig {
     static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kWarpgroup <= 65536, "one register file");
 };
 
-// What the producer says about a block of K.
-struct alignas(16) Block {
-    Run run;   // only at an edge of the run, where a row may not see every column
-    int first;
-    uint32_t is_edge;
-};
-
 struct TileOfHead {
     int row_begin, row_end, head;
     int num_blocks;
@@ -102,7 +96,7 @@ struct alignas(1024) SharedStorage {
     Element q[Config::kQBuffers][Config::kSlabs][Config::kQSlab];   // O leaves from its Q's
     Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
     Element v[Config::kVStages][Config::kVSlabs][Config::kKSlab];
-    Block blocks[Config::kKStages];        // travel with k
+    KeyBlock blocks[Config::kKStages];     // travel with k
     TileOfHead tiles[Config::kQBuffers];   // travel with q
     RunsOfHead runs;
     uint64_t runs_full, runs_empty;
@@ -116,15 +110,6 @@ struct alignas(1024) SharedStorage {
 // Named barriers, the first of one for each consumer warpgroup; 0 is __syncthreads.
 constexpr uint32_t kWarpgroupDone = 1;
 
-template <class Config, class Slab, int kSlabs>
-__device__ __forceinline__ void load_slabs(Slab (&slabs)[kSlabs], const TensorMap& map, uint64_t& full, int row,
-                                           int head) {
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
-        tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
-    }
-}
-
 template <class Config>
 __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
@@ -137,4 +122,4 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     fence_mbarrier_init();
 }
 
-}   // namespace ffa
+}   // namespace ffa::forward

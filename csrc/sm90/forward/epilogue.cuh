@@ -5,12 +5,12 @@
 #include "common/store.cuh"
 #include "forward/mainloop.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 // How much this output and the prior one weigh in each row; `lse` becomes that of both.
 template <class Config>
-__device__ __forceinline__ void Consumer<Config>::weigh(float (&normalize)[2], float (&keep)[2], float (&lse)[2],
-                                                        const TileOfHead& tile) const {
+__device__ __forceinline__ void Consumer<Config>::merge_weights(float (&normalize)[2], float (&keep)[2],
+                                                                float (&lse)[2], const TileOfHead& tile) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = first_row(tile) + 8 * half;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void Consumer<Config>::store_lse(const float (&lse)[2
 
 // Whether the tile has a split from before, whose keys it has not walked.
 template <class Config>
-__device__ __forceinline__ bool Consumer<Config>::merges(bool is_split) const {
+__device__ __forceinline__ bool Consumer<Config>::merges_prior(bool is_split) const {
     if constexpr (Config::kIsEarly) {
         return is_split && __any_sync(0xffffffff, smem_.split_items[q_phase_ % Config::kQBuffers] < 0);
     }
@@ -87,9 +87,9 @@ __device__ __forceinline__ bool Consumer<Config>::merges(bool is_split) const {
 }
 
 template <class Config>
-__device__ __forceinline__ bool Consumer<Config>::leaves_wide(bool is_split) const {
+__device__ __forceinline__ bool Consumer<Config>::stores_wide(bool is_split) const {
     if constexpr (Config::kIsEarly) {
-        return is_split && !merges(is_split);
+        return is_split && !merges_prior(is_split);
     }
     return params_.wide_out != nullptr && is_split;
 }
@@ -105,7 +105,7 @@ __device__ __forceinline__ void Consumer<Config>::wait_for_split() const {
 }
 
 template <class Config>
-__device__ __forceinline__ void Consumer<Config>::tell_of_split() const {
+__device__ __forceinline__ void Consumer<Config>::announce_split() const {
     if constexpr (Config::kIsEarly) {
         __syncwarp();
         if (lane_ == 0) {
@@ -174,4 +174,4 @@ __device__ __forceinline__ void Consumer<Config>::store_rows(const Element* stag
     }
 }
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -19,11 +19,10 @@
 #include "score_mod.cuh"   // made from the score program: ffa::Score
 #endif
 
-namespace ffa {
+namespace ffa::forward {
 
 template <class Config>
-__device__ __forceinline__ void forward(const typename Config::Params& params) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+__device__ __forceinline__ void run(const typename Config::Params& params) {
     static_assert(sizeof(SharedStorage<Config>) <= kMaxSharedBytes, "the buffers do not fit in shared memory");
     auto& smem = *reinterpret_cast<SharedStorage<Config>*>(memory);
     const int warpgroup = threadIdx.x / Config::kWarpgroup;
@@ -50,9 +49,9 @@ using Config =
                   FFA_CONSUMERS, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP, FFA_HAS_STAIRS,
                   FFA_HAS_BITS, FFA_HAS_REMOTE_KEYS, FFA_IS_EARLY, FFA_HAS_MAX_SCORES, FFA_SCORE>;
 
-}   // namespace ffa
+}   // namespace ffa::forward
 
-extern "C" __global__ void __launch_bounds__(ffa::Config::kThreads, 1)
-    ffa_forward(const __grid_constant__ ffa::Config::Params params) {
-    ffa::forward<ffa::Config>(params);
+extern "C" __global__ void __launch_bounds__(ffa::forward::Config::kThreads, 1)
+    ffa_forward(const __grid_constant__ ffa::forward::Config::Params params) {
+    ffa::forward::run<ffa::forward::Config>(params);
 }

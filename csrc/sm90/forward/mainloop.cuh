@@ -2,16 +2,16 @@
 // registers.
 #pragma once
 
-#include "common/bits.cuh"
-#include "common/mask.cuh"
+#include "common/key_block.cuh"
 #include "common/pipeline.cuh"
+#include "common/product.cuh"
 #include "common/softmax.cuh"
 #include "common/wgmma.cuh"
 #include "forward/config.cuh"
 #include "forward/max_scores.cuh"
-#include "scores/forward.cuh"
+#include "forward/scores.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 // Its control flow is uniform, and told so that the compiler sees it: lanes vote, what a single lane does is
 // predicated, and the loop over blocks ends by a count. Descriptors, slots and phases then live in uniform registers.
@@ -81,11 +81,11 @@ private:
             wgmma_wait_group<0>();
             pin(scores);
             change_and_mask(scores, sees, tile, program);
-            largest.see(scores);
+            largest.update(scores);
             release_k();
             bool is_v_there = test_v();
             float sum[2];
-            soften(scores, probs, sum, out, softmax);
+            rescale_and_exponentiate(scores, probs, sum, out, softmax);
             softmax.add(sum);
             sees = next;
 
@@ -99,7 +99,7 @@ private:
                 wgmma_wait_group<2>();
                 pin(scores);
                 change_and_mask(scores, sees, tile, program);
-                largest.see(scores);
+                largest.update(scores);
                 float sum[2] = {0.f, 0.f};
                 wgmma_wait_group<1>();
                 softmax.exponentiate<Element, 0, kFirstScores>(scores, probs, sum);
@@ -112,7 +112,7 @@ private:
                 is_v_there = test_v();
                 softmax.exponentiate<Element, kFirstScores, kScores>(scores, probs, sum);
                 if (softmax.has_unseen_rows() || !softmax.fits(sum)) {
-                    soften(scores, probs, sum, out, softmax);
+                    rescale_and_exponentiate(scores, probs, sum, out, softmax);
                 }
                 softmax.add(sum);
                 sees = next;
@@ -128,16 +128,16 @@ private:
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
         const bool is_split = __any_sync(0xffffffff, split_shift() != kNotASplit);
-        if (merges(is_split)) {
+        if (merges_prior(is_split)) {
             wait_for_split();
             float keep[2];
-            weigh(normalize, keep, lse, tile);
+            merge_weights(normalize, keep, lse, tile);
             scale_rows(out, normalize);
             add_prior(out, keep, tile);
         } else {
             scale_rows(out, normalize);
         }
-        const bool is_wide = leaves_wide(is_split);
+        const bool is_wide = stores_wide(is_split);
         if (is_wide) {
             store_wide(out, tile);
         } else {
@@ -146,7 +146,7 @@ private:
         store_lse(lse, is_wide, tile);
         largest.store(params_, tile, first_row(tile), lane_);
         if (is_wide) {
-            tell_of_split();
+            announce_split();
         }
         if constexpr (Config::kQBuffers == 1) {
             release_q();
@@ -164,18 +164,7 @@ private:
     __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
 
     __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
-        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
-        constexpr int kStepBytes = 32;
-        pin(scores);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Config::kSteps; ++step) {
-            const int slab = step / kStepsPerSlab;
-            const int within = step % kStepsPerSlab * kStepBytes;
-            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                scores, q + ((slab * kQSlabBytes + within) >> 4), k + ((slab * kKSlabBytes + within) >> 4), step != 0);
-        }
-        wgmma_commit_group();
+        issue_product<Element, Config::kSteps, kKSlabBytes>(scores, SharedRows<kQSlabBytes>{q}, k);
     }
 
     // In two groups, for the two halves of the columns of P: a half of `probs` is free when its group has ended.
@@ -208,23 +197,16 @@ private:
             program.change(scores, uniform(smem_.blocks[scored_.slot].first));
         }
         if (sees == kPartial) {
-            const Block& block = smem_.blocks[scored_.slot];
-            apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile),
-                                           block.first + 2 * (lane_ % 4));
-            if constexpr (Config::kHasBits) {
-                if (has_bits(block.run)) {
-                    apply_bits(scores, block.run, params_.bits, first_row(tile), block.first + 2 * (lane_ % 4));
-                }
-            }
+            mask_block<Config, Config::kHasStairs>(scores, smem_.blocks[scored_.slot], params_, first_row(tile), lane_);
         }
     }
 
     // The probabilities of a block that moves the reference of the softmax.
-    __device__ __forceinline__ static void soften(const Scores& scores, Probs& probs, float (&sum)[2], Out& out,
-                                                  OnlineSoftmax& softmax) {
-        float rescale[2];
-        softmax.move_reference(scores, rescale);
-        scale_rows(out, rescale);
+    __device__ __forceinline__ static void rescale_and_exponentiate(const Scores& scores, Probs& probs, float (&sum)[2],
+                                                                    Out& out, OnlineSoftmax& softmax) {
+        float factor[2];
+        softmax.move_reference(scores, factor);
+        scale_rows(out, factor);
         sum[0] = sum[1] = 0.f;
         softmax.exponentiate<Element, 0, kScores>(scores, probs, sum);
     }
@@ -238,14 +220,15 @@ private:
 
     // ---- the result, in epilogue.cuh
 
-    __device__ void weigh(float (&normalize)[2], float (&keep)[2], float (&lse)[2], const TileOfHead& tile) const;
+    __device__ void merge_weights(float (&normalize)[2], float (&keep)[2], float (&lse)[2],
+                                  const TileOfHead& tile) const;
     __device__ void add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const;
     __device__ void store_wide(const Out& out, const TileOfHead& tile) const;
     __device__ void store_lse(const float (&lse)[2], bool is_wide, const TileOfHead& tile) const;
-    __device__ bool merges(bool is_split) const;
-    __device__ bool leaves_wide(bool is_split) const;
+    __device__ bool merges_prior(bool is_split) const;
+    __device__ bool stores_wide(bool is_split) const;
     __device__ void wait_for_split() const;
-    __device__ void tell_of_split() const;
+    __device__ void announce_split() const;
     __device__ int split_shift() const;
     __device__ long long wide_lse_offset(const TileOfHead& tile) const;
     __device__ long long wide_offset(const TileOfHead& tile, int row) const;
@@ -261,22 +244,9 @@ private:
         }
         --left_;
         mbarrier_wait_together(smem_.k_full[k_.slot], k_.phase);
-        const Block& block = smem_.blocks[k_.slot];
+        const KeyBlock& block = smem_.blocks[k_.slot];
         k_.advance();
-        if (!__any_sync(0xffffffff, block.is_edge)) {
-            return kAll;
-        }
-        const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
-        const int row_end = min(row_begin + Config::kRows, tile.row_end);
-        Visibility sees = visibility<Config::kHasStairs>(block.run, params_.edges, row_begin, row_end, block.first,
-                                                         Config::kBlockCols);
-        if constexpr (Config::kHasBits) {
-            if (sees != kNothing && has_bits(block.run)) {
-                sees = visibility_of_bits<Config::kBlockCols>(sees, block.run, params_.bits, row_begin, row_end,
-                                                              block.first);
-            }
-        }
-        return Visibility(uniform(sees));
+        return visibility_of_block<Config, Config::kHasStairs>(block, params_, tile, warpgroup_);
     }
 
     __device__ __forceinline__ bool test_v() {
@@ -336,4 +306,4 @@ private:
     int left_ = 0;   // blocks of the tile
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -4,13 +4,13 @@
 #include "common/softmax.cuh"
 #include "forward/config.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 template <class Config, bool kIsThere = Config::kHasMaxScores>
 class MaxScores {
 public:
     template <int kCount>
-    __device__ __forceinline__ void see(const float (&)[kCount]) {}
+    __device__ __forceinline__ void update(const float (&)[kCount]) {}
     __device__ __forceinline__ void store(const typename Config::Params&, const TileOfHead&, int, int) const {}
 };
 
@@ -20,7 +20,7 @@ class MaxScores<Config, true> {
 public:
     // The scores of a block as the softmax takes them, with the mask.
     template <int kCount>
-    __device__ __forceinline__ void see(const float (&scores)[kCount]) {
+    __device__ __forceinline__ void update(const float (&scores)[kCount]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             largest_[half] = fmaxf(largest_[half], thread_max(scores, half));
@@ -58,4 +58,4 @@ private:
     float largest_[2] = {-kInfinity, -kInfinity};   // in front of the scale, which is positive
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -2,18 +2,11 @@
 #pragma once
 
 #include "common/ptx.cuh"
+#include "common/scheduler.cuh"
 #include "common/tile_plan.cuh"
 #include "scores/params.cuh"
 
-namespace ffa {
-
-struct Schedule {
-    const Tile* tiles;   // [num_tiles]
-    int* ticket;         // [1], zero at launch; unused where every block has one item at most
-    int num_tiles;
-    int num_heads;
-    int heads_per_section;   // divides num_heads
-};
+namespace ffa::forward {
 
 struct ForwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns
@@ -76,4 +69,4 @@ enum TileList {
 
 static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -2,12 +2,12 @@
 // V, and says what is to be seen.
 #pragma once
 
+#include "common/key_loader.cuh"
 #include "common/pipeline.cuh"
 #include "forward/config.cuh"
-#include "forward/key_loader.cuh"
 #include "forward/scheduler_overlap.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 // The thread that hands out the tiles.
 //
@@ -30,10 +30,10 @@ public:
             }
             const bool is_empty = tile.run_begin == tile.run_end;
             if (!is_empty) {
-                tell_producer(tile, item.head);
+                signal_producer(tile, item.head);
             }
             const SplitOfTile split = items.split(item);
-            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(params_.runs, tile)}, split);
+            signal_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(params_.runs, tile)}, split);
             if (!is_empty) {
                 mbarrier_wait(smem_.runs_empty, runs_phase_);
                 runs_phase_ ^= 1;
@@ -41,17 +41,17 @@ public:
         }
         smem_.runs.begin = RunsOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.runs_full);
-        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork}, {kNotASplit, 0});
+        signal_consumers({0, 0, 0, TileOfHead::kNoMoreWork}, {kNotASplit, 0});
     }
 
 private:
-    __device__ __forceinline__ void tell_producer(const Tile& tile, int head) {
+    __device__ __forceinline__ void signal_producer(const Tile& tile, int head) {
         const Run& first = params_.runs[tile.run_begin];
         smem_.runs = {tile.run_begin, tile.run_end, head / params_.qhead_per_kvhead, first.num_blocks + first.num_lead};
         mbarrier_arrive(smem_.runs_full);
     }
 
-    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile, const SplitOfTile& split) {
+    __device__ __forceinline__ void signal_consumers(const TileOfHead& tile, const SplitOfTile& split) {
         const int buffer = q_phase_ % Config::kQBuffers;
         mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
         smem_.tiles[buffer] = tile;
@@ -129,4 +129,4 @@ private:
     static constexpr int kNoColumn = -1;
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -8,10 +8,11 @@
 // that finds nothing to do ends, and one from behind the arrival has its place.
 #pragma once
 
+#include "common/scheduler.cuh"
 #include "forward/config.cuh"
-#include "forward/scheduler.cuh"
+#include "forward/items.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 template <class Config>
 class Items<Config, true> {
@@ -125,4 +126,4 @@ private:
     SplitOfTile split_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

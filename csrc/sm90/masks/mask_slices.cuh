@@ -6,8 +6,8 @@
 // and wait for one another between the steps.
 #pragma once
 #include "common/block.cuh"
-#include "masks/tables.cuh"
-#include "planner/search.cuh"
+#include "common/search.cuh"
+#include "common/tables.cuh"
 
 namespace ffa {
 
@@ -30,7 +30,7 @@ struct MaskSlicesParams {
 static_assert(sizeof(MaskSlicesParams) == 80, "packed by magi_compile/kernels/sm90/params.py");
 
 // Arithmetic of 64-bit integers that ends at the least and the highest one, which are further than any key, as in
-// masks/evaluation/integers.py; division rounds down.
+// masks/expr/integers.py; division rounds down.
 __device__ __forceinline__ Int end(bool is_negative) {
     return static_cast<Int>(~Bits{0} >> 1) ^ (is_negative ? ~Int{0} : 0);
 }

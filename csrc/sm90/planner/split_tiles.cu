@@ -22,11 +22,11 @@ constexpr int kMostWaves = 8;
 constexpr int kRounds = 2;
 constexpr int kDeadlines = 5;
 constexpr int kTries = kRounds * kDeadlines + 1;
-constexpr int kSmsOfLane = 5;    // at most, 32 times that in all
-constexpr int kLeastGain = 20;   // a 20th of the time
+constexpr int kSmsOfLane = 5;                // at most, 32 times that in all
+constexpr int kLeastGain = FFA_LEAST_GAIN;   // a 20th of the time
 // The more SMs are busy, the slower each one is, by a third from none to all (the chip runs at its power limit): all
 // work takes a third of an SM's share longer than that, whole or in splits.
-constexpr int kPower = 3;
+constexpr int kPower = FFA_POWER;
 constexpr int kThreads = 512;
 static_assert(32 * kTries <= kThreads, "each try has a warp of its own");
 

@@ -2,9 +2,9 @@
 // magi_compile/plan/stairs.py computes.
 #pragma once
 
+#include "common/search.cuh"
 #include "common/tile_plan.cuh"
 #include "planner/rects.cuh"
-#include "planner/search.cuh"
 
 namespace ffa {
 

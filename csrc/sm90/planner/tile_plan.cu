@@ -3,9 +3,9 @@
 //   slices -> rectangles -> their borders -> regions -> tiles -> (tile, rectangle) pairs -> stairs -> runs -> the order
 //   of the tiles
 #include "common/block.cuh"
+#include "common/search.cuh"
 #include "common/tile_plan.cuh"
 #include "planner/rects.cuh"
-#include "planner/search.cuh"
 #include "planner/staircase.cuh"
 
 namespace ffa {

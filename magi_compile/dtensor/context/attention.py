@@ -28,10 +28,8 @@ from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
 from magi_compile.ops.attention import (
     AttnOutput,
-    AttnOutputWithMaxScores,
     flex_attention,
     flex_flash_attention,
-    packed_result,
 )
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.define import define
@@ -46,7 +44,7 @@ _NO_SCORE_MOD = _compat.flex_identity()
 _SDPA = F.scaled_dot_product_attention
 # What attention over all ranks is made of.
 _OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
-_OF_OURS = ("cp_attention", "cp_attention_with_max_scores", _OF_CPUS, f"{_OF_CPUS}_backward")
+_OF_OURS = ("cp_attention", _OF_CPUS, f"{_OF_CPUS}_backward")
 # What may be attention by another name: functions and custom ops, not the methods and functions of PyTorch that are written in C++.
 _FUNCTIONS = (FunctionType, *_compat.types_of_ops())
 
@@ -156,7 +154,7 @@ def _attend(
     softcap: float,
     *,
     return_max_scores: bool = False,
-) -> tuple[Tensor, ...]:
+) -> AttnOutput:
     """Attention by a mask and its plan, whose digest must be among those of the block `around`, if that has plans."""
     meta = mask.plan.meta
     if around is not None:
@@ -195,11 +193,11 @@ def _flex_operator(
             )
         score = trace_score_mod(score_mod)
         scale, softcap = scale * score.scale, score.softcap
-    out, lse, *others = _attend(
+    out, *rows = _attend(
         *(mask_mod, around, query, key, value, scale, softcap),
         return_max_scores=bool(kernel_options.get("OUTPUT_MAX")),
     )
-    in_base_2 = [x * (1 / math.log(2)) for x in (lse, *others)]
+    in_base_2 = [x * (1 / math.log(2)) for x in rows if x is not None]
     # PyTorch reads the last one only where largest scores are asked for.
     return out, in_base_2[0], in_base_2[-1]
 
@@ -251,7 +249,7 @@ def _flex_flash_attention(
     softcap: float = 0.0,
     kernel: str | None = None,
     return_max_scores: bool = False,
-) -> AttnOutput | AttnOutputWithMaxScores:
+) -> AttnOutput:
     if kernel is not None:
         raise NotImplementedError(
             f"`kernel` must be None inside context_parallel, which chooses it, got {kernel!r}"
@@ -265,12 +263,8 @@ def _flex_flash_attention(
         )
     else:
         mask = planned.slices
-    return packed_result(
-        *_attend(
-            *(mask, around, q, k, v, softmax_scale, softcap),
-            return_max_scores=return_max_scores,
-        )
-    )
+    given = (mask, around, q, k, v, softmax_scale, softcap)
+    return _attend(*given, return_max_scores=return_max_scores)
 
 
 def _sdpa(

@@ -27,6 +27,7 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import EarlyKernel
+from magi_compile.kernels.plan import Plan
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.masks.arguments import check_count, check_device
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
@@ -113,12 +114,12 @@ class _Attention:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor):
         self.problem = problem_of(q, k, v, q.shape[2] ** -0.5, 0.0)
-        self.kernel = select(self.problem)
+        self.kernel = select(self.problem).kernel
         self.q, self.k, self.v = q, k, v
         self._whole = self.planned(AttnSlices.full(q.shape[0]).to(q.device))
         self.out, self.lse = self.forward()
 
-    def planned(self, slices: AttnSlices) -> tuple[AttnSlices, list[Tensor], AttnProblem]:
+    def planned(self, slices: AttnSlices) -> tuple[AttnSlices, Plan, AttnProblem]:
         """The arguments of the kernel behind its tensors."""
         return slices, self.kernel.plan(slices, self.problem), self.problem
 

@@ -28,7 +28,7 @@ from magi_compile.kernels.cpu.pieces import Piece, cut, plan_pieces
 from magi_compile.kernels.cpu.scores import ScoredTiles
 from magi_compile.kernels.cpu.softmax import Partial, attention_of_scores
 from magi_compile.kernels.merge import merge_partials, merge_prior
-from magi_compile.kernels.scored import ScoredBackwardOutput
+from magi_compile.kernels.plan import Plan
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
@@ -58,35 +58,11 @@ class CpuKernel:
     def notes(self, problem: AttnProblem) -> list[str]:
         return []
 
-    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        return [plan_pieces(slices)]
-
-    def pack(self, plan: list[Tensor]) -> list[Tensor]:
-        return plan
-
-    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
-        return packed
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> Plan:
+        return Plan(pieces=plan_pieces(slices))
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return None
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-        *,
-        prior: ForwardOutput | None = None,
-        out_dtype: torch.dtype | None = None,
-        max_scores: Tensor | None = None,
-    ) -> ForwardOutput:
-        of_piece = _forward_scores if has_scores(problem) else _forward_flash
-        attend = partial(of_piece, problem=problem)
-        output = self._forward(q, k, v, slices, plan, problem, attend, max_scores)
-        return merge_prior(output, prior, out_dtype or q.dtype)
 
     def score_refusals(
         self,
@@ -97,34 +73,26 @@ class CpuKernel:
     ) -> list[str]:
         return []
 
-    def scored_forward(
+    def forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
-        score: ScoreCall,
         *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
+        score: ScoreCall | None = None,
         max_scores: Tensor | None = None,
     ) -> ForwardOutput:
-        attend = ScoredTiles(score, problem).forward
-        out, lse = self._forward(q, k, v, slices, plan, problem, attend, max_scores)
-        return ForwardOutput(out.to(q.dtype), lse)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-        attend: Callable[..., Partial],
-        max_scores: Tensor | None,
-    ) -> ForwardOutput:
-        """The attention of all pieces, each by `attend`, in the dtype of q or in fp32."""
+        attend: Callable[..., Partial]
+        if score is not None:
+            attend = ScoredTiles(score, problem).forward
+        else:
+            of_piece = _forward_scores if has_scores(problem) else _forward_flash
+            attend = partial(of_piece, problem=problem)
         assert (max_scores is not None) == problem.has_max_scores
         pieces = _pieces(plan, problem)
         bits = None if slices is None else slices.bits
@@ -159,52 +127,30 @@ class CpuKernel:
                 )
             out_heads[:, :, rows] = partial_out
             lse_heads[:, :, rows] = partial_lse
-        return ForwardOutput(out, lse)
-
-    def backward(
-        self,
-        grads: Grads,
-        saved: Saved,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-        *,
-        deterministic: bool | None = None,
-    ) -> BackwardOutput:
-        attend = partial(_backward_softcap if problem.softcap else _backward_flash, problem=problem)
-        return self._backward(grads, saved, slices, plan, problem, attend)
+        return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
 
     def table_refusals(
         self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
     ) -> list[str]:
         return []
 
-    def scored_backward(
+    def backward(
         self,
         grads: Grads,
         saved: Saved,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
-        score: ScoreCall,
-        wanted: list[int],
         *,
-        deterministic: bool,
-    ) -> ScoredBackwardOutput:
-        tiles = ScoredTiles(score, problem, wanted)
-        qkv = self._backward(grads, saved, slices, plan, problem, tiles.backward)
-        return ScoredBackwardOutput(qkv, [tiles.totals[number] for number in wanted])
-
-    def _backward(
-        self,
-        grads: Grads,
-        saved: Saved,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-        attend: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        score: ScoreCall | None = None,
+        deterministic: bool | None = None,
     ) -> BackwardOutput:
-        """The gradients of all pieces, each by `attend`."""
+        attend: Callable[..., tuple[Tensor, Tensor, Tensor]]
+        if score is not None:
+            attend = ScoredTiles(score, problem).backward
+        else:
+            of_piece = _backward_softcap if problem.softcap else _backward_flash
+            attend = partial(of_piece, problem=problem)
         (dout, dlse), (q, k, v, out, lse) = grads, saved
         # In fp32 whatever the dtype: pieces then add up in fp32, and PyTorch's fp32 backward is the faster one too.
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device="cpu") for x in (q, k, v))
@@ -243,8 +189,9 @@ class CpuKernel:
         return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
-def _pieces(plan: list[Tensor], problem: AttnProblem) -> list[Piece]:
-    pieces = [Piece(*row) for row in plan[0].tolist()]
+def _pieces(plan: Plan, problem: AttnProblem) -> list[Piece]:
+    assert plan.pieces is not None
+    pieces = [Piece(*row) for row in plan.pieces.tolist()]
     if has_scores(problem):
         return [tile for piece in pieces for tile in _cut_scores(piece)]
     return pieces

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, unpack
-from magi_compile.masks.geometry import NO_DIAG, Rects
+from magi_compile.masks.geometry import NO_DIAG
 from magi_compile.masks.slices import AttnSlices
 
 # A block of rows with this many keys or fewer is one masked call; a longer one masks its edges only.
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 
 def plan_pieces(slices: AttnSlices) -> Tensor:
     """The pieces of `slices` in order of rows: int32 `[num_pieces, 8]`, the fields of `Piece`."""
-    rects = Rects.from_slices(slices)
+    rects = slices.untrimmed_rects()
     number = torch.full_like(rects.row_begin, -1)
     if slices.bits is not None and len(slices):
         types = slices.mask_types.long()

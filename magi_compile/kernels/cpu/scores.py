@@ -15,19 +15,12 @@ from magi_compile.score.program import ScoreCall
 class ScoredTiles:
     """One pass of attention with a score program, tile by tile. Tensors are `[nheads_kv, qhead_per_kvhead, seqlen, head_dim]`.
 
-    `wanted` are the numbers of the captured tensors whose gradients add up in `totals`.
+    Gradients of captured tensors are added to `score.sums`.
     """
 
-    def __init__(self, score: ScoreCall, problem: AttnProblem, wanted: list[int] | None = None):
+    def __init__(self, score: ScoreCall, problem: AttnProblem):
         self.score, self.problem = score, problem
         self.tables = [table.detach() for table in score.tables]
-        self.totals = {
-            number: torch.zeros(
-                table.shape, dtype=torch.promote_types(table.dtype, torch.float32), device="cpu"
-            )
-            for number, table in enumerate(self.tables)
-            if number in (wanted or ())
-        }
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> Partial:
         """The attention of a tile."""
@@ -52,10 +45,10 @@ class ScoredTiles:
             dscores = self._shown(slope.float().expand(grid.shape).view(shape), visible)
             dscores = dscores * self.problem.softmax_scale
         for look in self.score.program.looks:
-            part = tile.run(look.derivative, g=grid) if look.table in self.totals else None
+            part = tile.run(look.derivative, g=grid) if look.table in self.score.sums else None
             if part is not None:
                 part = self._shown(part.expand(grid.shape), visible)
-                tile.add_gradient(look, part, self.totals[look.table])
+                tile.add_gradient(look, part, self.score.sums[look.table])
         return dscores @ k, dscores.mT @ q, p.mT @ dout
 
     def _tile(self, q: Tensor, k: Tensor, mask: PieceMask) -> Tile:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Hashable
-from enum import IntEnum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -32,15 +31,14 @@ from magi_compile.kernels.fa4.native import native_mask
 from magi_compile.kernels.heuristics import (
     FA4_HEAD_DIMS,
     FA4_LEAST_ROWS,
-    PlanTiles,
     fa4_group_is_packed,
     plan_tiles,
 )
 from magi_compile.kernels.merge import merge_prior
-from magi_compile.kernels.plan_sizes import check_sizes
+from magi_compile.kernels.plan import Plan, PlanTiles, check_tiles
 from magi_compile.kernels.triton import TritonKernel
-from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.score.program import ScoreCall
 
 PACKAGE = "flash-attn-4"
 # The functions that it is called by are not public: the versions that the tests have run against.
@@ -54,40 +52,38 @@ _MOST_UNROLLED = 4
 _PADDING = 256
 
 
-class _Kind(IntEnum):
-    """The kinds of plans, and the tensors that stand in them behind `_Facts`."""
-
-    NATIVE = (
-        0  # cu_seqlens, without elements for a single document: a mask that the package has itself
-    )
-    LISTS = 1  # bounds, counts and indices of what a query sees, for the forward, and of what a key is seen by
-    TRITON = 2  # the plan of Triton's kernel
-
-
 class _Facts(NamedTuple):
-    """The facts of a plan that the host knows; in a plan an int64 tensor on a CPU, its first one."""
+    """The facts of a plan that the host knows; in a plan an int64 tensor on a CPU, the first of `Plan.others`.
 
-    kind: int
-    tiles: PlanTiles = PlanTiles(0, 0, 0, 0)
-    most_keys: int = 0  # LISTS: the most intervals of a row of bounds
+    Behind it are cu_seqlens, without elements for a single document, where the package has the mask itself (`is_native`); else bounds,
+    counts and indices of what a query sees, for the forward, and the same of what a key is seen by.
+    """
+
+    is_native: int
+    tiles: PlanTiles
+    most_keys: int = 0  # else: the most intervals of a row of bounds
     most_queries: int = 0
-    longest: int = 0  # NATIVE: the fields of `Native`, -1 for None
+    longest: int = 0  # native: the fields of `Native`, -1 for None
     left: int = -1
     right: int = -1
 
-    def with_tensors(self, *tensors: Tensor) -> list[Tensor]:
+    def with_tensors(self, *tensors: Tensor) -> Plan:
         """The plan of these facts."""
-        kind, tiles, *rest = self
-        return [torch.tensor([kind, *tiles, *rest], device="cpu"), *tensors]
+        is_native, tiles, *rest = self
+        return Plan(others=(torch.tensor([is_native, *tiles, *rest], device="cpu"), *tensors))
 
     @classmethod
-    def read(cls, plan: list[Tensor], problem: AttnProblem) -> tuple[_Facts, list[Tensor]]:
+    def read(cls, plan: Plan, problem: AttnProblem) -> tuple[_Facts, list[Tensor]]:
         """The facts of a plan, whose blocks must be those of `problem`, and its other tensors."""
-        kind, *rest = plan[0].tolist()
-        facts = cls(kind, PlanTiles(*rest[:4]), *rest[4:])
-        if kind != _Kind.TRITON:
-            check_sizes(facts.tiles, plan_tiles(problem, Fa4Kernel.name))
-        return facts, plan[1:]
+        on_host, *tensors = plan.others
+        is_native, *rest = on_host.tolist()
+        facts = cls(is_native, PlanTiles(*rest[:4]), *rest[4:])
+        check_tiles(facts.tiles, plan_tiles(problem, Fa4Kernel.name))
+        return facts, tensors
+
+
+def _is_of_triton(plan: Plan) -> bool:
+    return plan.q_walk is not None
 
 
 class Fa4Kernel:
@@ -137,34 +133,28 @@ class Fa4Kernel:
             "kernel 'triton' runs what a CUDA graph captures, and the backward under torch.use_deterministic_algorithms(True)",
         ]
 
-    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> Plan:
         """Waits for the device, up to five times."""
         if slices.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return _Facts(_Kind.TRITON).with_tensors(*self._triton.plan(slices, problem))
+            return self._triton.plan(slices, problem)
         tiles = plan_tiles(problem, self.name)
-        rects = Rects.from_slices(slices).trimmed()
+        rects = slices.untrimmed_rects().trimmed()
         by_query = row_intervals(rects, slices.seqlen_q, slices.seqlen_k)
         native = native_mask(by_query, FA4_LEAST_ROWS)
         if native is not None:
             left, right = (-1 if limit is None else limit for limit in (native.left, native.right))
-            facts = _Facts(_Kind.NATIVE, tiles, longest=native.longest, left=left, right=right)
+            facts = _Facts(1, tiles, longest=native.longest, left=left, right=right)
             documents = native.cu_seqlens
             tensors = [slices.q_ranges.new_empty(0) if documents is None else documents]
         else:
             by_key = row_intervals(rects.transposed(), slices.seqlen_k, slices.seqlen_q)
-            facts = _Facts(_Kind.LISTS, tiles, by_query.most, by_key.most)
+            facts = _Facts(0, tiles, by_query.most, by_key.most)
             q_blocks = blocks_of(by_query, tiles.q_tile_rows, tiles.q_block_cols)
             k_blocks = blocks_of(by_query, tiles.k_block_cols, tiles.k_tile_rows).mT
             tensors = [_bounds(by_query), *lists_of(q_blocks), _bounds(by_key), *lists_of(k_blocks)]
         is_there = slices.device.type == problem.device_type
         device = slices.device if is_there else torch.device(problem.device_type)
         return facts.with_tensors(*(x.to(device) for x in tensors))
-
-    def pack(self, plan: list[Tensor]) -> list[Tensor]:
-        return plan
-
-    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
-        return packed
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return plan_tiles(problem, self.name)
@@ -175,19 +165,21 @@ class Fa4Kernel:
         k: Tensor,
         v: Tensor,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        score: ScoreCall | None = None,
         max_scores: Tensor | None = None,
     ) -> ForwardOutput:
+        assert score is None
         assert max_scores is None
-        facts, tensors = _Facts.read(plan, problem)
-        if facts.kind == _Kind.TRITON:
+        if _is_of_triton(plan):
             return self._triton.forward(
-                q, k, v, slices, tensors, problem, prior=prior, out_dtype=out_dtype
+                q, k, v, slices, plan, problem, prior=prior, out_dtype=out_dtype
             )
+        facts, tensors = _Facts.read(plan, problem)
         out = output_like(q, problem.head_dim_v)
         lse = q.new_empty(problem.nheads_q, q.shape[0], dtype=torch.float32)
         if q.numel() and k.numel():
@@ -211,24 +203,23 @@ class Fa4Kernel:
         grads: Grads,
         saved: Saved,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
+        score: ScoreCall | None = None,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
+        assert score is None
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        facts, tensors = _Facts.read(plan, problem)
-        if deterministic and facts.kind != _Kind.TRITON:
+        if deterministic and not _is_of_triton(plan):
             assert slices is not None
+            plan = self._triton.plan(slices, problem)
+        if _is_of_triton(plan):
             return self._triton.backward(
-                *(grads, saved, slices, self._triton.plan(slices, problem), problem),
-                deterministic=deterministic,
+                grads, saved, slices, plan, problem, deterministic=deterministic
             )
-        if facts.kind == _Kind.TRITON:
-            return self._triton.backward(
-                grads, saved, slices, tensors, problem, deterministic=deterministic
-            )
+        facts, tensors = _Facts.read(plan, problem)
         (dout, dlse), (q, k, v, out, lse) = grads, saved
         if not (q.numel() and k.numel()):
             return BackwardOutput(*(x.new_zeros(x.shape) for x in (q, k, v)))
@@ -262,7 +253,7 @@ def _mask(
     facts: _Facts, tensors: list[Tensor], problem: AttnProblem, *, by_key: bool
 ) -> dict[str, Any]:
     """The mask as arguments of the forward, or of the backward, whose lists are `by_key`."""
-    if facts.kind == _Kind.NATIVE:
+    if facts.is_native:
         left, right = (None if limit < 0 else limit for limit in (facts.left, facts.right))
         arguments: dict[str, Any] = {"causal": left is None and right == 0}
         if not arguments["causal"]:

@@ -16,27 +16,17 @@ from magi_compile.kernels.heuristics import (
     plan_tiles,
 )
 from magi_compile.kernels.overlap import SavedQueries
-from magi_compile.kernels.plan_sizes import as_shape, check_sizes
-from magi_compile.kernels.scored import (
-    ScoredBackwardOutput,
-    refusals_of_atomics,
-    refuse_atomics,
-)
-from magi_compile.kernels.sm90.backward.launch import (
-    BackwardPass,
-    backward,
-    scored_backward,
-)
+from magi_compile.kernels.plan import Plan
+from magi_compile.kernels.scored import refusals_of_atomics, refuse_atomics
+from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward
+from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
-from magi_compile.kernels.sm90.forward.overlap import EarlyForward, SplitPlan, split_plan
+from magi_compile.kernels.sm90.forward.overlap import EarlyForward, EarlyPlan, early_plan
 from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_splits
-from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
-from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
-from magi_compile.kernels.sm90.scores.arguments import WantedTables
 from magi_compile.kernels.sm90.scores.source import score_source
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.plan.tiles import Walk, build_tile_plan
+from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
@@ -76,21 +66,15 @@ class CudaKernel:
             "of which TMA fills columns with zeros; nothing is copied"
         ]
 
-    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        sizes = plan_tiles(problem)
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> Plan:
+        tiles = plan_tiles(problem)
         is_on_gpu = slices.device.type == "cuda" and not _compat.is_fake(slices.q_ranges)
         if is_on_gpu:
-            return plan_on_device(slices, sizes, problem)
+            return plan_on_device(slices, tiles, problem)
         # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
-        plan = build_tile_plan(slices, **sizes._asdict())
-        splits = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
-        return [*plan[:3], splits, as_shape(sizes, plan.q_tiles), *plan[3:]]
-
-    def pack(self, plan: list[Tensor]) -> list[Tensor]:
-        return packed_plan.pack(plan)
-
-    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
-        return packed_plan.unpack(packed)
+        plan = build_tile_plan(slices, **tiles._asdict())
+        splits = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, tiles, problem)
+        return Plan(tiles, plan.q_walk, plan.k_walk, splits)
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return plan_tiles(problem), problem.nheads_q
@@ -101,66 +85,27 @@ class CudaKernel:
         k: Tensor,
         v: Tensor,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        score: ScoreCall | None = None,
         max_scores: Tensor | None = None,
     ) -> ForwardOutput:
-        q_tiles, q_runs, q_edges, splits, sizes, *_ = plan
-        check_sizes(sizes, plan_tiles(problem))
-        walk = Walk(q_tiles, q_runs, q_edges)
+        walk, _ = plan.walks(plan_tiles(problem))
         bits = _bits_of(slices, problem)
-        # What is a prior, or has one, stays whole: its own merge is in registers.
-        if splits.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
-            return forward_in_splits((q, k, v), walk, splits, problem, bits, max_scores)
+        # A pass that is a prior, or has one, stays whole: its own merge is in registers. Nothing merges splits under a score program.
+        is_alone = prior is None and out_dtype in (None, q.dtype) and score is None
+        if plan.splits is not None and plan.splits.shape[0] > 0 and is_alone:
+            return forward_in_splits((q, k, v), walk, plan.splits, problem, bits, max_scores)
         return forward(
             *((q, k, v), walk, problem),
             bits=bits,
             prior=prior,
             out_dtype=out_dtype,
-            max_scores=max_scores,
-        )
-
-    def scored_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-        score: ScoreCall,
-        *,
-        max_scores: Tensor | None = None,
-    ) -> ForwardOutput:
-        q_tiles, q_runs, q_edges, _, sizes, *_ = plan
-        check_sizes(sizes, plan_tiles(problem))
-        walk = Walk(q_tiles, q_runs, q_edges)
-        bits = _bits_of(slices, problem)
-        return forward((q, k, v), walk, problem, bits=bits, score=score, max_scores=max_scores)
-
-    def scored_backward(
-        self,
-        grads: Grads,
-        saved: Saved,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-        score: ScoreCall,
-        wanted: list[int],
-        *,
-        deterministic: bool,
-    ) -> ScoredBackwardOutput:
-        refuse_atomics(wanted, deterministic)
-        q_tiles, q_runs, q_edges, *_ = plan
-        return scored_backward(
-            *(grads, saved, _k_walk(plan, problem), problem),
             score=score,
-            wanted=WantedTables(wanted, Walk(q_tiles, q_runs, q_edges)),
-            bits=_bits_of(slices, problem),
-            deterministic=deterministic,
+            max_scores=max_scores,
         )
 
     def table_refusals(
@@ -190,17 +135,18 @@ class CudaKernel:
             return [f"has no code for the score_mod: {unknown} is not written in CUDA"]
         return []
 
-    def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> SplitPlan:
+    def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> EarlyPlan:
         _refuse_bits(problem)
-        q_tiles, q_runs, q_edges, *_ = self.plan(slices, problem)
-        return split_plan(Walk(q_tiles, q_runs, q_edges), plan_tiles(problem), remote_begin)
+        tiles = plan_tiles(problem)
+        walk, _ = self.plan(slices, problem).walks(tiles)
+        return early_plan(walk, tiles, remote_begin)
 
     def early_forward(
         self,
         q: Tensor,
         keys: Sequence[Tensor],
         remote: Sequence[Tensor],
-        plan: SplitPlan,
+        plan: EarlyPlan,
         problem: AttnProblem,
         *,
         free_sms: int = 0,
@@ -218,28 +164,36 @@ class CudaKernel:
         grads: Grads,
         saved: Saved,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
+        score: ScoreCall | None = None,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        bits = _bits_of(slices, problem)
-        walk = _k_walk(plan, problem)
-        return backward(grads, saved, walk, problem, bits=bits, deterministic=deterministic)
+        refuse_atomics(score, deterministic)
+        q_walk, k_walk = plan.walks(plan_tiles(problem))
+        return backward(
+            *(grads, saved, k_walk, problem),
+            bits=_bits_of(slices, problem),
+            score=score,
+            q_walk=q_walk,
+            deterministic=deterministic,
+        )
 
     def phased_backward(
         self,
         grads: Grads,
         saved: SavedQueries,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
     ) -> BackwardPass:
         _refuse_bits(problem)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return BackwardPass(grads, saved, _k_walk(plan, problem), problem, deterministic)
+        _, walk = plan.walks(plan_tiles(problem))
+        return BackwardPass(grads, saved, walk, problem, deterministic)
 
 
 def _bits_of(slices: AttnSlices | None, problem: AttnProblem) -> Tensor | None:
@@ -255,10 +209,3 @@ def _refuse_bits(problem: AttnProblem) -> None:
         raise NotImplementedError(
             "bit-block masks cannot overlap communication, got `problem.has_bits`=True; express the mask by intervals"
         )
-
-
-def _k_walk(plan: list[Tensor], problem: AttnProblem) -> Walk:
-    """The k walk of `plan`, which must be made for the tiles of `problem`."""
-    *_, sizes, k_tiles, k_runs, k_edges = plan
-    check_sizes(sizes, plan_tiles(problem))
-    return Walk(k_tiles, k_runs, k_edges)

@@ -16,14 +16,14 @@ def _ints(*names: str) -> dict[str, object]:
     return dict.fromkeys(names, INT)
 
 
-# forward/params.cuh, forward/combine.cu, planner/split_tiles.cu
+# common/scheduler.cuh, forward/params.cuh, forward/combine.cu, planner/split_tiles.cu
 
 SCHEDULE = Struct(
     "Schedule",
     _addresses("tiles", "ticket") | _ints("num_tiles", "num_heads", "heads_per_section"),
 )
 FORWARD = Struct(
-    "ForwardParams",
+    "forward::ForwardParams",
     {"q": TENSOR_MAP, "k": (TENSOR_MAP, 2), "v": (TENSOR_MAP, 2), "out": TENSOR_MAP}
     | _addresses("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse")
     | {"wide_rows": LONG}
@@ -33,7 +33,7 @@ FORWARD = Struct(
     | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG}
     | _addresses("max_scores"),
 )
-BITS_FORWARD = Struct("BitsForwardParams", _addresses("bits"), base=FORWARD)
+BITS_FORWARD = Struct("forward::BitsForwardParams", _addresses("bits"), base=FORWARD)
 SEQUENCES = Struct("Sequences", _ints("length", "heads"))
 
 
@@ -49,18 +49,20 @@ def _score_params(num_words: int) -> dict[str, object]:
 @cache
 def scored_forward_params(num_words: int) -> Struct:
     """The parameters of the forward kernel with a score program."""
-    return Struct(f"ScoredForwardParams<{num_words}>", _score_params(num_words), base=FORWARD)
+    return Struct(
+        f"forward::ScoredForwardParams<{num_words}>", _score_params(num_words), base=FORWARD
+    )
 
 
 EARLY_FORWARD = Struct(
-    "EarlyForwardParams",
+    "forward::EarlyForwardParams",
     {"lists": (SCHEDULE, 3)}
     | _addresses("remote_tiles", "num_begun_splits", "num_stored")
     | _ints("split_rows", "first_behind"),
     base=FORWARD,
 )
 MERGE = Struct(
-    "MergeParams",
+    "forward::MergeParams",
     _addresses("split_out", "split_lse", "out", "lse", "cuts")
     | {"out_row_stride": LONG, "out_head_stride": LONG}
     | _ints("num_cuts", "tile_rows", "num_heads", "total_q", "split_rows"),
@@ -87,28 +89,28 @@ TILE_PLAN = Struct(
 
 # backward/params.cuh, backward/preprocess.cu, backward/postprocess.cu
 
-DQ_SUMS = Struct("DqSums", {"data": ADDRESS, "row_groups": INT})
+DQ_SUMS = Struct("backward::DqSums", {"data": ADDRESS, "row_groups": INT})
 DQ_ITEMS = Struct(
-    "DqItems",
+    "backward::DqItems",
     {"sums": DQ_SUMS, "dq": ADDRESS}
     | _ints("total_q", "num_heads", "qhead_per_kvhead")
     | {"softmax_scale": FLOAT},
 )
-DQ_VISITS = Struct("DqVisits", _addresses("done", "wanted", "turns"))
+DQ_VISITS = Struct("backward::DqVisits", _addresses("done", "wanted", "turns"))
 AGENDA = Struct(
-    "Agenda",
+    "backward::Agenda",
     _addresses("entries", "num_entries", "counters", "arrivals", "partials")
     | _ints("num_heads", "heads_per_section"),
 )
 AGENDA_WRITER = Struct(
-    "AgendaWriter::Params",
+    "backward::AgendaWriter::Params",
     _addresses("tiles", "runs")
     | {"agenda": AGENDA, "scratch": ADDRESS}
     | _ints("num_tiles", "num_slots", "qhead_per_kvhead", "num_blocks")
     | _ints("is_one_way", "most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass"),
 )
 BACKWARD = Struct(
-    "BackwardParams",
+    "backward::BackwardParams",
     dict.fromkeys(("q", "dout", "k", "v", "stats", "dk", "dv"), TENSOR_MAP)
     | _addresses("dk_rows", "dv_rows")
     | {"dq": DQ_ITEMS, "visits": DQ_VISITS}
@@ -116,17 +118,19 @@ BACKWARD = Struct(
     | {"qhead_per_kvhead": INT, "scale_log2": FLOAT, "cap_scale": FLOAT}
     | {"tiles": ADDRESS, "agenda": AGENDA},
 )
-BITS_BACKWARD = Struct("BitsBackwardParams", _addresses("bits"), base=BACKWARD)
+BITS_BACKWARD = Struct("backward::BitsBackwardParams", _addresses("bits"), base=BACKWARD)
 
 
 @cache
 def scored_backward_params(num_words: int) -> Struct:
     """The parameters of the main kernel with a score program."""
-    return Struct(f"ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD)
+    return Struct(
+        f"backward::ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD
+    )
 
 
 PREPROCESS = Struct(
-    "PreprocessParams",
+    "backward::PreprocessParams",
     _addresses("out", "dout", "lse", "dlse", "stats")
     | {"dq": DQ_SUMS}
     | _addresses("done", "wanted", "dq_progress")
@@ -135,7 +139,7 @@ PREPROCESS = Struct(
     )
     | {"total_q": INT, "lse_factor": FLOAT, "agenda": AGENDA_WRITER},
 )
-POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
+POSTPROCESS = Struct("backward::PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
 
 # scores/gradients/params.cuh
 
@@ -145,7 +149,7 @@ def table_gradients_params(num_words: int, num_sums: int) -> Struct:
     """The parameters of the kernel of gradients of captured tensors."""
     score = _score_params(num_words)["score"]
     return Struct(
-        f"TableGradientsParams<{num_words}, {num_sums}>",
+        f"scores::TableGradientsParams<{num_words}, {num_sums}>",
         dict.fromkeys(("q", "dout", "k", "v"), TENSOR_MAP)
         | _addresses("lse", "stats", "runs", "edges", "bits")
         | {"sums": (ADDRESS, num_sums), "schedule": SCHEDULE}

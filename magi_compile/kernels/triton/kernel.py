@@ -25,16 +25,12 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
 from magi_compile.kernels.merge import merge_prior
-from magi_compile.kernels.plan_sizes import as_shape, check_sizes
-from magi_compile.kernels.scored import (
-    ScoredBackwardOutput,
-    refusals_of_atomics,
-    refuse_atomics,
-)
+from magi_compile.kernels.plan import Plan
+from magi_compile.kernels.scored import refusals_of_atomics, refuse_atomics
 from magi_compile.kernels.triton.score_expressions import NoTritonCode
 from magi_compile.kernels.triton.score_source import score_arguments, score_source
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.plan.tiles import Walk, build_tile_plan
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -70,16 +66,13 @@ class TritonKernel:
     def notes(self, problem: AttnProblem) -> list[str]:
         return []
 
-    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        sizes = plan_tiles(problem, self.name)
-        plan = [x.to(problem.device_type) for x in build_tile_plan(slices, **sizes._asdict())]
-        return [*plan[:3], as_shape(sizes, plan[0]), *plan[3:]]
-
-    def pack(self, plan: list[Tensor]) -> list[Tensor]:
-        return plan
-
-    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
-        return packed
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> Plan:
+        tiles = plan_tiles(problem, self.name)
+        plan = build_tile_plan(slices, **tiles._asdict())
+        q_walk, k_walk = (
+            Walk(*(x.to(problem.device_type) for x in walk)) for walk in (plan.q_walk, plan.k_walk)
+        )
+        return Plan(tiles, q_walk, k_walk)
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return plan_tiles(problem, self.name)
@@ -90,28 +83,27 @@ class TritonKernel:
         k: Tensor,
         v: Tensor,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
-        max_scores: Tensor | None = None,
         score: ScoreCall | None = None,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         assert (max_scores is not None) == problem.has_max_scores
-        tiles, runs, edges, sizes, *_ = plan
-        check_sizes(sizes, plan_tiles(problem, self.name))
+        walk, _ = plan.walks(plan_tiles(problem, self.name))
         config, program = triton_config(problem), score_arguments(score)
         total_q, nheads_q, _ = q.shape
         out = output_like(q, problem.head_dim_v)
         lse = q.new_empty(nheads_q, total_q, dtype=torch.float32)
         if out.numel():
             with torch.cuda.device_of(q):
-                _device_code().forward_kernel[(len(tiles) * nheads_q,)](
+                _device_code().forward_kernel[(len(walk.tiles) * nheads_q,)](
                     *_with_strides(q, k, v, out),
                     lse,
                     lse if max_scores is None else max_scores,
-                    *_walk(tiles, runs, edges, slices),
+                    *_walk(walk, slices),
                     total_q,
                     nheads_q,
                     problem.qhead_per_kvhead,
@@ -132,46 +124,62 @@ class TritonKernel:
         grads: Grads,
         saved: Saved,
         slices: AttnSlices | None,
-        plan: list[Tensor],
+        plan: Plan,
         problem: AttnProblem,
         *,
+        score: ScoreCall | None = None,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
-        return _backward(grads, saved, slices, plan, problem).qkv
-
-    def scored_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-        score: ScoreCall,
-        *,
-        max_scores: Tensor | None = None,
-    ) -> ForwardOutput:
-        return self.forward(q, k, v, slices, plan, problem, max_scores=max_scores, score=score)
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        refuse_atomics(score, deterministic)
+        q_walk, k_walk = plan.walks(plan_tiles(problem, self.name))
+        config, program = triton_config(problem), score_arguments(score)
+        (dout, dlse), (q, k, v, out, lse) = grads, saved
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        with torch.cuda.device_of(q):
+            tensors = (*_with_strides(q, k, v, dout), lse.contiguous(), _delta(out, dout, dlse))
+            scores = (
+                *(problem.qhead_per_kvhead, problem.softmax_scale, _score_factors(problem)),
+                *(program.numbering, program.captured),
+            )
+            functions = {"SCORES": program.functions.scores, "SLOPES": program.functions.slopes}
+            if dq.numel():
+                _device_code().dq_kernel[(len(q_walk.tiles) * problem.nheads_q,)](
+                    *tensors,
+                    *_with_strides(dq),
+                    *_walk(q_walk, slices),
+                    q.shape[0],
+                    problem.nheads_q,
+                    *scores,
+                    program.totals,
+                    **functions,
+                    ADD_GRADIENTS=program.functions.add_gradients,
+                    TILE_ROWS=config.q_tile_rows,
+                    BLOCK_COLS=config.q_block_cols,
+                    **_constants(problem, slices),
+                    **config.dq._asdict(),
+                )
+            if dk.numel():
+                _device_code().dkdv_kernel[(len(k_walk.tiles) * problem.nheads_kv,)](
+                    *tensors,
+                    *_with_strides(dk, dv),
+                    *_walk(k_walk, slices),
+                    q.shape[0],
+                    problem.nheads_kv,
+                    *scores,
+                    **functions,
+                    TILE_ROWS=config.k_tile_rows,
+                    BLOCK_COLS=config.k_block_cols,
+                    **_constants(problem, slices),
+                    **config.dkdv._asdict(),
+                )
+        return BackwardOutput(dq, dk, dv)
 
     def table_refusals(
         self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
     ) -> list[str]:
         return refusals_of_atomics()
-
-    def scored_backward(
-        self,
-        grads: Grads,
-        saved: Saved,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-        score: ScoreCall,
-        wanted: list[int],
-        *,
-        deterministic: bool,
-    ) -> ScoredBackwardOutput:
-        refuse_atomics(wanted, deterministic)
-        return _backward(grads, saved, slices, plan, problem, score, wanted)
 
     def score_refusals(
         self,
@@ -194,68 +202,10 @@ def _device_code() -> ModuleType:
     return triton_device
 
 
-def _walk(
-    tiles: Tensor, runs: Tensor, edges: Tensor, slices: AttnSlices | None
-) -> tuple[Tensor, ...]:
+def _walk(walk: Walk, slices: AttnSlices | None) -> tuple[Tensor, ...]:
     """A walk as the kernels take it; where there are no bits, something that nobody reads is in their place."""
     bits = None if slices is None else slices.bits
-    return tiles, runs, edges, runs if bits is None else bits
-
-
-def _backward(
-    grads: Grads,
-    saved: Saved,
-    slices: AttnSlices | None,
-    plan: list[Tensor],
-    problem: AttnProblem,
-    score: ScoreCall | None = None,
-    wanted: Sequence[int] = (),
-) -> ScoredBackwardOutput:
-    """All gradients: of the captured tensors of `score` those whose numbers are `wanted`."""
-    q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
-    check_sizes(sizes, plan_tiles(problem, TritonKernel.name))
-    config, program = triton_config(problem), score_arguments(score, wanted)
-    (dout, dlse), (q, k, v, out, lse) = grads, saved
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    with torch.cuda.device_of(q):
-        tensors = (*_with_strides(q, k, v, dout), lse.contiguous(), _delta(out, dout, dlse))
-        scores = (
-            *(problem.qhead_per_kvhead, problem.softmax_scale, _score_factors(problem)),
-            *(program.numbering, program.captured),
-        )
-        functions = {"SCORES": program.functions.scores, "SLOPES": program.functions.slopes}
-        if dq.numel():
-            _device_code().dq_kernel[(len(q_tiles) * problem.nheads_q,)](
-                *tensors,
-                *_with_strides(dq),
-                *_walk(q_tiles, q_runs, q_edges, slices),
-                q.shape[0],
-                problem.nheads_q,
-                *scores,
-                program.totals,
-                **functions,
-                ADD_GRADIENTS=program.functions.add_gradients,
-                TILE_ROWS=config.q_tile_rows,
-                BLOCK_COLS=config.q_block_cols,
-                **_constants(problem, slices),
-                **config.dq._asdict(),
-            )
-        if dk.numel():
-            _device_code().dkdv_kernel[(len(k_tiles) * problem.nheads_kv,)](
-                *tensors,
-                *_with_strides(dk, dv),
-                *_walk(k_tiles, k_runs, k_edges, slices),
-                q.shape[0],
-                problem.nheads_kv,
-                *scores,
-                **functions,
-                TILE_ROWS=config.k_tile_rows,
-                BLOCK_COLS=config.k_block_cols,
-                **_constants(problem, slices),
-                **config.dkdv._asdict(),
-            )
-    of_tables = [program.totals[number] for number in wanted] if program.totals else []
-    return ScoredBackwardOutput(BackwardOutput(dq, dk, dv), of_tables)
+    return *walk, walk.runs if bits is None else bits
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

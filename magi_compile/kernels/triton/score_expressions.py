@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from magi_compile.masks.program.source import name_of
+from magi_compile.functions.names import name_of
+from magi_compile.functions.operators import OPERATORS, Kind, num_operands
 
 _DTYPES = {
     torch.float64: "tl.float64",
@@ -26,34 +27,6 @@ _DTYPES = {
     torch.bool: "tl.int1",
 }
 
-# Of operands in the dtype that PyTorch computes in.
-_ARITHMETIC = {
-    "add": "({} + {})",
-    "sub": "({} - {})",
-    "mul": "({} * {})",
-    "neg": "(-{})",
-    "abs": "tl.abs({})",
-    "reciprocal": "(1.0 / {})",
-    "exp": "tl.exp({})",
-    "exp2": "tl.exp2({})",
-    "log": "tl.log({})",
-    "log2": "tl.log2({})",
-    "sqrt": "tl.sqrt({})",
-    "rsqrt": "(1.0 / tl.sqrt({}))",
-    "sin": "tl.sin({})",
-    "cos": "tl.cos({})",
-    "erf": "tl.erf({})",
-    "floor": "tl.floor({})",
-    "ceil": "tl.ceil({})",
-    "sigmoid": "tl.sigmoid({})",
-    "tanh": "(2 * tl.sigmoid(2 * {}) - 1)",
-    "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
-    "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
-    "bitwise_and": "({} & {})",
-    "bitwise_or": "({} | {})",
-    "bitwise_xor": "({} ^ {})",
-}
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SYMBOLIC = {operator.add: "+", operator.sub: "-", operator.mul: "*"}
 
 
@@ -114,25 +87,25 @@ def expression(node: Node, known: dict[Node, str]) -> str:
         raise NoTritonCode(f"`{name}` of captured ints is not written in Triton")
     if example.dtype not in _DTYPES:
         raise NoTritonCode(f"`{name}` in {example.dtype} is not written in Triton")
-    write = _SPECIAL.get(name)
-    if write is not None:
-        return write(node, arguments)
+    operator_ = OPERATORS.get(name)
+    spelling = "" if operator_ is None else operator_.triton
+    if spelling in _RULES:
+        return _RULES[spelling](node, arguments)
     tensors = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor)]
     if node.kwargs:
         raise NoTritonCode(f"`{name}` with {', '.join(node.kwargs)} is not written in Triton")
-    if name in _COMPARISONS:
-        dtype = _compared_in(node)
-        left, right = (x.in_dtype(dtype) for x in arguments)
-        return f"({left} {_COMPARISONS[name]} {right})"
-    if name in ("logical_and", "logical_or"):
-        left, right = (x.in_dtype(torch.bool) for x in arguments)
-        return f"({left} {'&' if name == 'logical_and' else '|'} {right})"
-    pattern = _ARITHMETIC.get(name)
-    if pattern is None or pattern.count("{}") != len(arguments) or not tensors:
+    if operator_ is None or num_operands(spelling) != len(arguments) or not tensors:
         raise NoTritonCode(f"`{name}` is not written in Triton")
+    if operator_.kind in (Kind.COMPARISON, Kind.TRUTH):
+        dtype = torch.bool if operator_.kind is Kind.TRUTH else _compared_in(node)
+        return spelling.format(*(x.in_dtype(dtype) for x in arguments))
+    if operator_.kind is Kind.ROUNDING and not example.dtype.is_floating_point:
+        return arguments[0].in_dtype(example.dtype)
+    if name == "add" and example.dtype == torch.bool:
+        spelling = OPERATORS["bitwise_or"].triton
     # In 16 bits PyTorch computes in fp32 and rounds the result.
     dtype = torch.float32 if _is_short(example.dtype) else example.dtype
-    text = pattern.format(*(x.in_dtype(dtype) for x in arguments))
+    text = spelling.format(*(x.in_dtype(dtype) for x in arguments))
     return f"{text}.to({_DTYPES[example.dtype]})"
 
 
@@ -182,7 +155,7 @@ def _constant(node: Node, arguments: list[Operand]) -> str:
 
 
 def _not(node: Node, arguments: list[Operand]) -> str:
-    if name_of(node.target) == "logical_not" or node.meta["val"].dtype == torch.bool:
+    if node.meta["val"].dtype == torch.bool:
         return f"({arguments[0].in_dtype(torch.bool)} == 0)"
     return f"(~{arguments[0].in_dtype(None)})"
 
@@ -235,28 +208,16 @@ def _power(node: Node, arguments: list[Operand]) -> str:
     return f"({' * '.join([text] * int(exponent.value))}).to({_DTYPES[dtype]})"
 
 
-_SPECIAL: dict[str, Callable[[Node, list[Operand]], str]] = {
+# What the table of operators says of Triton where a spelling does not say all.
+_RULES: dict[str, Callable[[Node, list[Operand]], str]] = {
     "where": _where,
     "clamp": _clamp,
-    "_to_copy": _converted,
-    "to_copy": _converted,
-    "convert_element_type": _converted,
-    "clone": _converted,
-    "expand": _converted,
-    "scalar_tensor": _constant,
-    "full": _constant,
-    "full_like": _constant,
-    "zeros_like": _constant,
-    "ones_like": _constant,
-    "zeros": _constant,
-    "ones": _constant,
-    "logical_not": _not,
-    "bitwise_not": _not,
+    "converted": _converted,
+    "constant": _constant,
+    "not": _not,
     "relu": _relu,
     "sign": _sign,
-    "sgn": _sign,
     "remainder": _remainder,
-    "div": _divided,
-    "floor_divide": _divided,
-    "pow": _power,
+    "divided": _divided,
+    "power": _power,
 }

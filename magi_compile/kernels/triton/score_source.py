@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from magi_compile import _compat
+from magi_compile.functions.names import INDICES
+from magi_compile.functions.text import parameters
 from magi_compile.kernels.triton.score_expressions import NoTritonCode, Operand, expression
-from magi_compile.masks.program.source import INDICES, parameters
 from magi_compile.score.program import Look, ScoreCall, ScoreProgram
 
 SCORE_ARGUMENTS = ("score", *INDICES)
@@ -39,7 +40,7 @@ class ScoreArguments(NamedTuple):
         numbering: seqlen_q, seqlen_k and how many heads are batch entries.
         captured: the captured tensors, contiguous; the sizes of their dimensions, one behind the other; and the captured ints.
         functions: the generated ones.
-        totals: zeros to add the gradients of the captured tensors to, fp32, or empty where none are wanted; None if of no tensor.
+        totals: the sums to which gradients of captured tensors are added, empty where none is wanted; None if of no tensor.
     """
 
     numbering: tuple[int, int, int] | None = None
@@ -48,23 +49,20 @@ class ScoreArguments(NamedTuple):
     totals: tuple[Tensor, ...] | None = None
 
 
-def score_arguments(score: ScoreCall | None, wanted: Sequence[int] = ()) -> ScoreArguments:
-    """The arguments for a program and the gradients of the captured tensors whose numbers are `wanted`."""
+def score_arguments(score: ScoreCall | None) -> ScoreArguments:
+    """The arguments for a program and its `sums`."""
     if score is None:
         return ScoreArguments()
-    program, tables, symbols, seqlen_q, seqlen_k, nheads = score
+    program, tables, symbols, seqlen_q, seqlen_k, nheads, sums = score
     dtypes, ranks = tuple(x.dtype for x in tables), tuple(x.dim() for x in tables)
-    functions = score_functions(program.text, dtypes, ranks, tuple(wanted))
+    functions = score_functions(program.text, dtypes, ranks, tuple(sums))
     sizes = tuple(size for table in tables for size in table.shape)
     # A tuple that would be empty has something in it that nobody reads.
     captured = (tuple(map(_as_memory, tables)) or (1,), sizes or (1,), tuple(symbols) or (1,))
     totals = None
-    if wanted:
-        shapes = [table.shape if i in wanted else (0,) for i, table in enumerate(tables)]
-        totals = tuple(
-            torch.zeros(shape, dtype=torch.float32, device=table.device)
-            for shape, table in zip(shapes, tables, strict=True)
-        )
+    if sums:
+        nothing = next(iter(sums.values())).new_empty(0)
+        totals = tuple(sums.get(i, nothing) for i in range(len(tables)))
     return ScoreArguments((max(1, seqlen_q), max(1, seqlen_k), nheads), captured, functions, totals)
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck, MaskDataError, require
+from magi_compile.functions.guards import Broken
+from magi_compile.functions.text import on_grids
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
-from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL, BlockLists
+from magi_compile.masks.evaluation.block_lists import HOLDS_ALL, IS_FULL, BlockLists
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
-from magi_compile.masks.program.look_ups import Broken
-from magi_compile.masks.program.source import on_grids
 from magi_compile.masks.slices import AttnSlices
 
 MAX_BLOCKS, MAX_BLOCKS_ON_GPU = 256, 1024  # evaluated at a time: 4M and 16M pairs

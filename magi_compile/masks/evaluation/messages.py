@@ -63,25 +63,3 @@ def fits_dtype(number: str, dtype: str) -> Words:
     return of_intervals(
         f"`{number}` must not wrap around in {dtype}"
     ), "values of its tensors are too large"
-
-
-def is_entry_at_pair(tensor: str, least: int, size: int) -> Words:
-    return (
-        f"the mask_mod must look up {tensor} at indices in [{least}, {size})",
-        "it looks up {} at q = {}, kv = {}",
-    )
-
-
-def divides_at_pair() -> Words:
-    return "the mask_mod must not divide by zero", "it divides by {} at q = {}, kv = {}"
-
-
-def is_entry_of_column(tensor: str, least: int, size: int) -> Words:
-    return (
-        f"what the mask_mod computes of rows or of keys must look up {tensor} at indices in [{least}, {size})",
-        "it looks up {}",
-    )
-
-
-def divides_in_column() -> Words:
-    return "what the mask_mod computes of rows or of keys must not divide by zero", "it does"

@@ -14,9 +14,9 @@ from torch import Tensor
 from magi_compile._checks import MaskCheck
 from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.evaluate import Evaluation
-from magi_compile.masks.evaluation.integers import INT32, INT64, counted
 from magi_compile.masks.evaluation.sizes import MaskSizes
-from magi_compile.masks.program.expr import FITS, Expr
+from magi_compile.masks.expr.expr import FITS, Expr
+from magi_compile.masks.expr.integers import INT32, INT64, counted
 from magi_compile.masks.program.program import MaskProgram
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
+from magi_compile.masks.errors import UnsupportedMaskError
 from magi_compile.masks.evaluation.evaluate import Evaluation, with_columns
-from magi_compile.masks.evaluation.integers import MAX_SYMBOL
 from magi_compile.masks.evaluation.ranges import expect_ranges
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
-from magi_compile.masks.program.expr import Expr
+from magi_compile.masks.expr.expr import Expr
+from magi_compile.masks.expr.integers import MAX_SYMBOL
 from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.solver.solve import UnsupportedMaskError
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +114,7 @@ def row_intervals(
     tables = with_columns(program, tables, symbols, sizes, device)
     run = Evaluation(program, tables, symbols, sizes, device)
     expect_ranges(run)
-    lanes = [run.lane(lane) for lane in keys.lanes]
-    for promise in keys.required:
-        run.expect(promise)
+    lanes = run.intervals(keys)
     if not lanes:
         zero = torch.zeros(1, 1, dtype=torch.int32, device=device)
         lanes = [(zero, zero)]

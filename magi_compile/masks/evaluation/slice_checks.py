@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 
 # Overlaps are looked for among this many slices behind each one, in the order of first rows.
@@ -45,7 +44,7 @@ def slice_checks(slices: AttnSlices) -> list[MaskCheck]:
 
 
 def _overlap_check(slices: AttnSlices) -> MaskCheck:
-    rects = Rects.from_slices(slices).trimmed()
+    rects = slices.untrimmed_rects().trimmed()
     num_slices = len(slices)
     # Those without area come last.
     begin = torch.where(rects.has_area(), rects.row_begin, 1 << 62)

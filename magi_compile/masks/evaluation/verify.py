@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
+from magi_compile.functions.text import at_points, names_of_captures
 from magi_compile.masks.bits import BLOCK as BIT_BLOCK
 from magi_compile.masks.bits import FIRST_BITS
 from magi_compile.masks.evaluation.bit_blocks import Grid
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.program.source import at_points, names_of_captures
 from magi_compile.masks.slices import AttnSlices
 
 # Texts of the programs that were verified: once in a process is enough, unless a user asks for more.

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from magi_compile.functions.names import is_numpy_scalar
+from magi_compile.functions.operators import OPERATORS
 from magi_compile.masks.arguments import MAX_SEQLEN
-from magi_compile.masks.evaluation.integers import INT64, bounds_of
-from magi_compile.masks.program.expr import (
+from magi_compile.masks.expr.expr import (
     FITS,
     ONE,
     ZERO,
@@ -25,6 +26,7 @@ from magi_compile.masks.program.expr import (
     is_le,
     table,
 )
+from magi_compile.masks.expr.integers import INT64, bounds_of
 
 # A tensor of these is compared with a number of PyTorch's default dtype exactly below this.
 EXACT_FLOAT = 2**24
@@ -75,7 +77,7 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
     """The result of an operation, of `typing.result`.
 
     Args:
-        name: of the operation, as `name_of` in masks/program/names.py spells it.
+        name: of the operation, as `name_of` in functions/names.py spells it.
         args: `Operand`s, and what is no number as it is; sequences of both.
         kwargs: likewise.
         typing: see `Typing`.
@@ -98,10 +100,6 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
 def is_number(value: Any) -> bool:
     """True if it is a number of Python or numpy."""
     return isinstance(value, (bool, int, float)) or is_numpy_scalar(value)
-
-
-def is_numpy_scalar(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
 
 
 # Operands
@@ -335,64 +333,33 @@ def _same(_: Typing, x: Any, **__: Any) -> Expr:
     return _scalar(x).expr
 
 
-_OPERATIONS: dict[str, Callable[..., Expr]] = {
-    **{
-        name: _arithmetic(op, of_bools)
-        for (op, of_bools), names in {
-            ("add", "or"): "add iadd",
-            ("sub", None): "sub subtract isub",
-            ("mul", "and"): "mul multiply imul",
-            ("floordiv", None): "floordiv floor_divide ifloordiv",
-            ("mod", None): "mod remainder imod",
-            ("neg", None): "neg negative",
-            ("abs", None): "abs absolute",
-            ("min", "and"): "minimum min",
-            ("max", "or"): "maximum max",
-        }.items()
-        for name in names.split()
-    },
-    **{
-        name: _comparison(op)
-        for op, names in {
-            "lt": "lt less",
-            "le": "le less_equal",
-            "gt": "gt greater",
-            "ge": "ge greater_equal",
-            "eq": "eq",
-            "ne": "ne not_equal",
-        }.items()
-        for name in names.split()
-    },
-    **{
-        name: _bitwise(op)
-        for op, names in {
-            "and": "and bitwise_and iand",
-            "or": "or bitwise_or ior",
-            "xor": "xor bitwise_xor ixor",
-        }.items()
-        for name in names.split()
-    },
-    **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor", "not")},
-    **dict.fromkeys(("invert", "bitwise_not", "inv"), _not),
+# What the table of operators says of masks: an operation, or what makes one of the words behind it.
+_RULES: dict[str, Callable[..., Any]] = {
+    "arithmetic": _arithmetic,
+    "comparison": _comparison,
+    "bitwise": _bitwise,
+    "logical": _logical,
+    "shift": _shift,
+    "constant": lambda number: _constant(int(number)),
+    "new": lambda number: _new(int(number)),
+    "not": _not,
     "where": _where,
-    "rsub": _reversed_sub,
-    **dict.fromkeys(("pos", "positive", "clone", "contiguous", "detach"), _same),
-    **dict.fromkeys(("to", "type", "to_copy", "bool", "int", "long"), _convert),
-    **dict.fromkeys(("float", "double", "half", "bfloat16"), _convert),  # which refuse
-    **dict.fromkeys(("clamp", "clip"), _clamp),
+    "reversed_sub": _reversed_sub,
+    "same": _same,
+    "convert": _convert,
+    "clamp": _clamp,
     "clamp_min": lambda typing, x, min: _clamp(typing, x, min=min),
     "clamp_max": lambda typing, x, max: _clamp(typing, x, max=max),
-    **dict.fromkeys(("div", "divide", "truediv"), _divide),
-    "rshift": _shift("floordiv"),
-    "bitwise_right_shift": _shift("floordiv"),
-    "lshift": _shift("mul"),
-    "bitwise_left_shift": _shift("mul"),
-    "getitem": _get_item,
-    "index": _get_item,
-    "new_ones": _new(1),
-    "new_zeros": _new(0),
-    "new_full": _full,
-    "ones_like": _constant(1),
-    "zeros_like": _constant(0),
+    "divide": _divide,
+    "get_item": _get_item,
+    "full": _full,
     "full_like": _full_like,
 }
+
+
+def _operation(spelling: str) -> Callable[..., Expr]:
+    rule, *words = spelling.split()
+    return _RULES[rule](*words) if words else _RULES[rule]
+
+
+_OPERATIONS = {name: _operation(found.mask) for name, found in OPERATORS.items() if found.mask}

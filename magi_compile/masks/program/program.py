@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from magi_compile.functions.text import functions, parameters
 from magi_compile.masks.arguments import MAX_SEQLEN
-from magi_compile.masks.program.expr import (
+from magi_compile.masks.errors import UnsupportedMaskError
+from magi_compile.masks.expr.expr import (
     TRUE,
     Expr,
     ExprError,
     unsupported,
     without_marks,
 )
-from magi_compile.masks.program.parse import parse
-from magi_compile.masks.program.source import functions, parameters
+from magi_compile.masks.expr.parse import parse
 from magi_compile.masks.solver.key_sets import MAX_INTERVALS, KeySet, Refusal
 from magi_compile.masks.solver.periodic import least_period, unroll
-from magi_compile.masks.solver.solve import UnsupportedMaskError, solve
+from magi_compile.masks.solver.solve import solve
 
 _UNSAFE_IN_NAME = re.compile(r"[#`;\s]+|,\s*(?=t\d+: )")
 _END_OF_LINE = ";; "
@@ -57,7 +58,7 @@ class MaskProgram:
     Attributes:
         expr: the mask.
         names: what the user calls the tensors, for messages; may be shorter than `num_tables`.
-        code: the functions, see `masks/program/source.py`.
+        code: the functions, see `functions/text.py`.
     """
 
     expr: Expr

@@ -5,7 +5,7 @@ A training step makes the mask of the step before, of other documents: what did 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from magi_compile import _compat
+from magi_compile.functions.names import INDICES
+from magi_compile.functions.record import Recording, UnreadableError, record
+from magi_compile.masks.errors import UnsupportedMaskError
 from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.program.record import MaskMod, Recording, record_mask_mod
 from magi_compile.masks.program.trace import read_with_care
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 MAX_PROGRAMS = 256
 
@@ -73,8 +77,15 @@ def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Trac
     Raises:
         UnsupportedMaskError: it asks for the value of what it is called with, or what it does cannot be followed.
     """
+    index = torch.empty((), dtype=torch.int64, device="meta")
     with _compat.outside_of_modes():
-        return _read(record_mask_mod(mask_mod, torch.device(device)))
+        try:
+            recording = record(
+                mask_mod, dict.fromkeys(INDICES, index), torch.device(device), "mask_mod"
+            )
+        except UnreadableError as error:
+            raise UnsupportedMaskError([str(error)]) from error
+        return _read(recording)
 
 
 def _read(recording: Recording) -> TracedMask:

@@ -17,32 +17,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.masks.evaluation.integers import INT64
-from magi_compile.masks.program.expr import (
-    Expr,
-    ExprError,
-    const,
-    symbol,
-    table,
-    unsupported,
-    var,
-)
-from magi_compile.masks.program.functional import functional
-from magi_compile.masks.program.in_place import without_writes
-from magi_compile.masks.program.names import is_in_place, is_random, name_of
-from magi_compile.masks.program.operators import (
-    INTEGERS,
-    Operand,
-    Typing,
-    Wraps,
-    call,
-    is_number,
-    is_numpy_scalar,
-    marked,
-)
-from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.program.source import (
-    INDICES,
+from magi_compile.functions.functional import functional
+from magi_compile.functions.names import INDICES, is_in_place, is_numpy_scalar, is_random, name_of
+from magi_compile.functions.operators import OPERATORS, Kind
+from magi_compile.functions.text import (
     SourceError,
     at_points,
     function_text,
@@ -52,9 +30,27 @@ from magi_compile.masks.program.source import (
     sortable,
     title_of,
 )
+from magi_compile.masks.expr.expr import (
+    Expr,
+    ExprError,
+    const,
+    symbol,
+    table,
+    unsupported,
+    var,
+)
+from magi_compile.masks.expr.integers import INT64
+from magi_compile.masks.program.operators import (
+    INTEGERS,
+    Operand,
+    Typing,
+    Wraps,
+    call,
+    is_number,
+    marked,
+)
+from magi_compile.masks.program.program import MaskProgram
 
-_ORDERED = ("lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal")
-_COMPARISONS = (*_ORDERED, "eq", "ne", "not_equal")
 _CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
 _OF_ROW, _OF_KEY = frozenset(("b", "h", "q")), frozenset(("b", "h", "kv"))
 _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
@@ -103,7 +99,8 @@ def read_with_care(
 ) -> tuple[MaskProgram, bool]:
     """`read_graph`, and whether something that was tried with these captured values failed.
 
-    A mask_mod that has neither intervals nor a text is read again, of the operators that it consists of.
+    A mask_mod that has neither intervals nor a text, or that writes to what it computes, is read again, of the operators that it
+    consists of.
     """
     tracer = Tracer(graph, captures, list(names))
     program = tracer.program()
@@ -113,7 +110,7 @@ def read_with_care(
     if plain is not None:
         again = Tracer(plain, captures, list(names))
         found = again.program()
-        if found.is_verifiable:
+        if found.is_verifiable or not found.refusals:
             return found, again.has_failed
     return program, tracer.has_failed
 
@@ -158,7 +155,7 @@ class Tracer:
         self.graph = Graph()
         copies: dict[Node, Node] = {}
         self.result = self.graph.graph_copy(graph, copies)
-        self.original = graph
+        self.original = graph, captures
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         if len(placeholders) != len(INDICES) + len(captures):
             raise ValueError(
@@ -171,8 +168,6 @@ class Tracer:
                 look_up = self.graph.call_function(operator.getitem, (captured, tuple(indices)))
             node.replace_all_uses_with(look_up)
             self.graph.erase_node(node)
-        indices = [copies[node] for node in placeholders[: len(INDICES)]]
-        self.result = without_writes(self.graph, self.result, indices)
         # Sizes that are dynamic in Dynamo's graph must not be guarded on: what is tried here has sizes of its own.
         is_compiled = any(not isinstance(x, Tensor) or _compat.is_fake(x) for x in captures)
         self.mode = _compat.static_fake_mode() if is_compiled else None
@@ -182,7 +177,6 @@ class Tracer:
         )
         if is_compiled:
             captures = [_compat.without_symbols(capture, self.mode) for capture in captures]
-        self.captures = captures
         self.tables = [value for value in captures if isinstance(value, Tensor)]
         self.symbols = [value for value in captures if not isinstance(value, Tensor)]
         self.names = names
@@ -227,7 +221,7 @@ class Tracer:
             return MaskProgram(unsupported(reason), self.all_names())
         for node in list(self.graph.nodes):
             if node not in self.values:
-                self.values[node] = self.written(node) or self.value(node)
+                self.values[node] = self.value(node)
         result = self.result
         if isinstance(result, (tuple, list)) and len(result) == 1:
             (result,) = result
@@ -242,22 +236,13 @@ class Tracer:
 
     def functional(self) -> Graph | None:
         """The graph of ATen's operators, which write to nothing, that computes the same for all values of captured ints and for
-        tensors of these sizes; None where there is none."""
-        output = next(node for node in self.original.nodes if node.op == "output")
+        all symbolic sizes; None where there is none."""
+        graph, captures = self.original
+        output = next(node for node in graph.nodes if node.op == "output")
         result = output.args[0]
         if isinstance(result, (tuple, list)) and len(result) == 1:
             (result,) = result
-        if self.has_dynamic_sizes or not isinstance(result, Node):
-            return None
-        return functional(self.original, result, self.captures)
-
-    def written(self, node: Node) -> _Value | None:
-        """The value that an operation writes, where it does not change its dtype."""
-        if "is_written" not in node.meta:
-            return None
-        new, old = (self.values[argument] for argument in node.args)  # type: ignore[index]
-        is_same = all(isinstance(x.example, Tensor) for x in (new, old))
-        return new if is_same and new.example.dtype == old.example.dtype else None
+        return functional(graph, result, captures) if isinstance(result, Node) else None
 
     def is_mask(self, value: _Value) -> bool:
         """True if a value that expressions cannot say is a truth value, the same in each run."""
@@ -364,7 +349,8 @@ class Tracer:
         arguments: Any = (node.args, node.kwargs)
         lookup: Any = self.values.__getitem__
         args, kwargs = torch.fx.map_arg(arguments, lookup)
-        if name in _COMPARISONS and not kwargs and len(args) == 2:
+        is_comparison = name in OPERATORS and OPERATORS[name].kind is Kind.COMPARISON
+        if is_comparison and not kwargs and len(args) == 2:
             found = self.float_comparison(name, node, [self.of_any(arg) for arg in args])
             if found is not None:
                 return found

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from magi_compile.masks.evaluation.integers import MAX_SYMBOL
-from magi_compile.masks.program.expr import (
+from magi_compile.masks.expr.expr import (
     KV,
     ONE,
     TRUE,
@@ -17,6 +16,7 @@ from magi_compile.masks.program.expr import (
     int_value,
     linear,
 )
+from magi_compile.masks.expr.integers import MAX_SYMBOL
 from magi_compile.masks.solver.key_sets import Grid, Promise, Refusal
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from magi_compile.masks.program.expr import END, FALSE, TRUE, ZERO, Expr, build, is_le
+from magi_compile.masks.expr.expr import END, FALSE, TRUE, ZERO, Expr, build, is_le
 
 MAX_INTERVALS = 64
 _MAX_INTERMEDIATE = 64

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from magi_compile.masks.program.expr import (
+from magi_compile.masks.expr.expr import (
     KV,
     ZERO,
     Expr,

@@ -8,12 +8,11 @@ Each rule below is an equality of sets, exact for every value of the captured te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from magi_compile._checks import MaskCheck, MaskDataError
-from magi_compile.masks.program.expr import (
+from magi_compile.masks.errors import UnsupportedMaskError
+from magi_compile.masks.expr.expr import (
     END,
     KV,
     ONE,
@@ -54,41 +53,6 @@ from magi_compile.masks.solver.key_sets import (
     too_many,
     unite,
 )
-
-
-class UnsupportedMaskError(NotImplementedError):
-    """A valid mask that intervals cannot express.
-
-    Args:
-        reasons: every reason that was found; each is named once.
-        what: what the message says before these.
-
-    Attributes:
-        reasons: why intervals cannot express it.
-    """
-
-    def __init__(self, reasons: Sequence[str], what: str = "this mask is not representable yet"):
-        self.reasons = list(dict.fromkeys(reasons))
-        super().__init__(f"{what}: {'; '.join(self.reasons)}")
-
-
-def refuse_broken(checks: Iterable[MaskCheck]) -> None:
-    """Raises for checks that fail of a mask without data: they always will.
-
-    Args:
-        checks: of values that depend on no data.
-
-    Raises:
-        UnsupportedMaskError: with what fails.
-    """
-    reasons = []
-    for check in checks:
-        try:
-            check.raise_if_broken()
-        except MaskDataError as error:
-            reasons.append(str(error))
-    if reasons:
-        raise UnsupportedMaskError(reasons)
 
 
 @lru_cache(maxsize=1024)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from magi_compile._checks import raise_pending, require
+from magi_compile.functions.text import in_ops, mask_mod_of, names_of_captures
 from magi_compile.kernels.select import arch_of, mask_bits_kernel
 from magi_compile.masks import AttnSlices, padded_slices_from_intervals
 from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.evaluation.bit_blocks import Grid, Listed, slices_with_bits
 from magi_compile.masks.evaluation.row_intervals import exact_intervals
-from magi_compile.masks.program.source import in_ops, mask_mod_of, names_of_captures
 from magi_compile.ops.masks.mask_call import ARGUMENTS, MaskCall, empty_where_broken
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from magi_compile._checks import MaskCheck
 from magi_compile.masks import AttnSlices, MaskProgram
-from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.evaluation.bit_blocks import Grid
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.evaluation.verify import (
     check_bits,

@@ -55,6 +55,7 @@ def run_on_ranks(
     if is_compiled:
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
     out, lse, *others = attend(q, k, v, plan.tensors(device))
+    others = [x for x in others if x is not None]
     # Rows of padding have gradients of zero: what they see is nothing.
     is_real = (where < plan.dispatch.total).to(device)
     dout = dout * is_real[:, None, None]

@@ -18,7 +18,6 @@ from magi_compile.kernels.fa4.intervals import (
     unrolled_bounds,
 )
 from magi_compile.kernels.fa4.native import native_mask
-from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import (
     CAUSAL,
@@ -46,7 +45,7 @@ random_masks = st.builds(
 
 def intervals_of(case: Case):
     slices = case.slices()
-    rects = Rects.from_slices(slices).trimmed()
+    rects = slices.untrimmed_rects().trimmed()
     return row_intervals(rects, slices.seqlen_q, slices.seqlen_k)
 
 
@@ -83,7 +82,7 @@ def test_intervals_of_random_masks(case):
 def test_intervals_of_keys():
     """Of transposed rects those of the queries that see a key."""
     case = random_disjoint(70, 90, seed=3)
-    rects = Rects.from_slices(case.slices()).trimmed().transposed()
+    rects = case.slices().untrimmed_rects().trimmed().transposed()
     assert torch.equal(dense_of(row_intervals(rects, 90, 70)), case.slices().to_dense().t())
 
 

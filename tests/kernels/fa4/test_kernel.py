@@ -16,7 +16,7 @@ from magi_compile.kernels.fa4 import Fa4Kernel
 from magi_compile.kernels.fa4 import kernel as module
 from magi_compile.kernels.heuristics import FA4_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.reference import exact_backward, exact_forward
-from magi_compile.kernels.select import refusals_by_kernel, select
+from magi_compile.kernels.select import refusals, select
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import CAUSAL, MASKS, Case, Heads, one, varlen, windows
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
@@ -66,7 +66,7 @@ def test_refuses_nothing_else(installed, arch, head_dim):
 
 
 def test_score_programs_are_refused(installed):
-    reasons = refusals_by_kernel(replace(BLACKWELL, has_score=True))["fa4"]
+    reasons = refusals("fa4", replace(BLACKWELL, has_score=True))
     assert reasons == ["has no score_mods but a scale and a soft-cap"]
 
 
@@ -108,8 +108,8 @@ def test_with_a_package_that_does_not_import(monkeypatch):
 def test_runs_by_name_alone(installed, arch):
     pytest.importorskip("triton")
     problem = replace(HOPPER, device_arch=arch)
-    assert select(problem, "fa4").name == "fa4"
-    assert select(problem).name in ("cuda", "triton")
+    assert select(problem, "fa4").kernel.name == "fa4"
+    assert select(problem).kernel.name in ("cuda", "triton")
     odd = replace(problem, head_dim=80, head_dim_v=80)
     with pytest.raises(NotImplementedError, match="fa4: needs a head_dim"):
         select(odd, "fa4")
@@ -357,12 +357,10 @@ def test_what_is_left_to_triton(package, monkeypatch):
     monkeypatch.setattr(kernel._triton, "backward", backward)
     of_triton = kernel._triton.plan(slices, replace(problem, device_type="cpu"))
     monkeypatch.setattr(kernel._triton, "plan", lambda slices, problem: of_triton)
-    captured = module._Facts(module._Kind.TRITON).with_tensors(*of_triton)
-    kernel.forward(q, k, v, slices, captured, problem)
+    kernel.forward(q, k, v, slices, of_triton, problem)
     arguments = (Grads(dout, None), Saved(q, k, v, out, lse), slices)
     kernel.backward(*arguments, plan, problem, deterministic=True)
-    kernel.backward(*arguments, captured, problem, deterministic=True)
+    kernel.backward(*arguments, of_triton, problem, deterministic=True)
     assert [name for name, _ in asked] == ["forward", "backward", "backward"]
-    for _, plan in asked:
-        assert all(x is y for x, y in zip(plan, of_triton, strict=True))
+    assert all(plan is of_triton for _, plan in asked)
     assert package.calls == ["lists"]

@@ -10,6 +10,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from cuda.bindings import nvrtc as compiler
 
+from magi_compile.functions.text import functions
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.sm90 import params
 from magi_compile.kernels.sm90.backward import launch as backward
@@ -21,7 +22,6 @@ from magi_compile.kernels.sm90.masks.source import mask_source
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import nvrtc
 from magi_compile.masks import MaskProgram
-from magi_compile.masks.program.source import functions
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.125)
 FORWARD = nvrtc.Variant("forward/params.cuh", "")

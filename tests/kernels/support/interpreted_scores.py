@@ -72,16 +72,17 @@ def run(case, slices, deterministic=False):
     assert kernel.score_refusals(problem, program, dtypes, ranks) == []
     plan = kernel.plan(slices, problem)
     q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in tensors)
-    out, lse = kernel.scored_forward(q, k, v, slices, plan, problem, score)
+    out, lse = kernel.forward(q, k, v, slices, plan, problem, score=score)
     whole = out.view(BATCH, SEQLEN, HEADS, DIM).transpose(1, 2).contiguous()
     whole_lse = lse.view(HEADS, BATCH, SEQLEN).transpose(0, 1)
     weights = torch.linspace(-1, 1, whole.numel()).view(whole.shape)
     dout = weights.transpose(1, 2).flatten(0, 1)
     dlse = lse.masked_fill(lse == -torch.inf, torch.pi / 2).cos()
     wanted = [i for i in program.differentiable_tables if tables[i].requires_grad]
-    grads, of_tables = kernel.scored_backward(
-        Grads(dout, dlse),
-        *(Saved(q, k, v, out, lse), slices, plan, problem, score, wanted),
+    sums = {i: torch.zeros(tables[i].shape) for i in wanted}
+    grads = kernel.backward(
+        *(Grads(dout, dlse), Saved(q, k, v, out, lse), slices, plan, problem),
+        score=score._replace(sums=sums),
         deterministic=deterministic,
     )
     padded = [
@@ -89,7 +90,7 @@ def run(case, slices, deterministic=False):
         for x, heads in zip(grads, (HEADS, HEADS_KV, HEADS_KV), strict=True)
     ]
     roots, inputs = [tables[i] for i in wanted], [x for x in captures if x.requires_grad]
-    captured = torch.autograd.grad(roots, inputs, of_tables) if inputs else ()
+    captured = torch.autograd.grad(roots, inputs, [*sums.values()]) if inputs else ()
     return [whole, whole_lse, *padded, *captured], tensors, captures
 
 

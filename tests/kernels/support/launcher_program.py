@@ -14,6 +14,7 @@ import torch
 from magi_compile import _checks
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.kernels.plan import pack
 from magi_compile.kernels.sm90.kernel import CudaKernel
 from magi_compile.kernels.sm90.masks.mask_bits import mask_bits_on_device
 from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
@@ -81,14 +82,10 @@ class Setup:
             encode=lambda tensor_map, address: idle_driver.address_map(address),
         )
         native.current_context = lambda: 7
-        library.chosen_for = (
-            lambda device, dtype, heads, scale, softcap, name, has_bits=False, *_, **others: (
-                library.Chosen(
-                    PlanningKernel(),
-                    replace(
-                        PROBLEM, softmax_scale=scale, softcap=softcap, has_bits=has_bits, **others
-                    ),
-                )
+        library.chosen_for = lambda device, dtype, heads, scale, softcap, name, **others: (
+            library.Chosen(
+                PlanningKernel(),
+                replace(PROBLEM, softmax_scale=scale, softcap=softcap, **others),
             )
         )
         for module in (library, mask_slices_op, mask_bits_op):
@@ -128,7 +125,7 @@ class Setup:
 
 def plan_of(slices, problem=PROBLEM):
     kernel = CudaKernel()
-    return kernel.pack(kernel.plan(slices, problem))
+    return pack(kernel.plan(slices, problem))
 
 
 def tensors(rows=ROWS):
@@ -157,12 +154,12 @@ def same_launches(setup: Setup) -> None:
         seen = []
         for _ in range(2):
             q, k, v = tensors()
-            out, lse = torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
+            out, lse, _ = torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
             dout = torch.randn_like(out)
             args = (dout, dlse, q, k, v, out, lse, lists(slices), plan, 0.125, 0.0, "", False)
             grads = torch.ops.magi.ffa_bwd(*args)
             named = dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout)
-            named |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            named |= dict(zip(("dq", "dk", "dv"), grads[:3], strict=True))
             known = {x.data_ptr(): f"<{name}>" for name, x in named.items()}
             launched = setup.in_python() or setup.repeated()
             seen.append([(*x, addresses_out(params, known)) for *x, params in launched])
@@ -256,9 +253,9 @@ def bit_blocks(setup: Setup) -> None:
     for repeats in (False, True):
         q, k, v = tensors()
         bits = slices.bits.clone()
-        rest = ([*lists(slices), bits], plan, 0.125, 0.0, "cuda")
-        out, lse = torch.ops.magi.ffa_fwd(q, k, v, *rest)
-        torch.ops.magi.ffa_bwd(out, None, q, k, v, out, lse, *rest, False)
+        rest = (lists(slices), plan, 0.125, 0.0, "cuda")
+        out, lse, _ = torch.ops.magi.ffa_fwd(q, k, v, *rest, bits)
+        torch.ops.magi.ffa_bwd(out, None, q, k, v, out, lse, *rest, False, bits)
         launched, again = setup.in_python(), setup.repeated()
         assert (bool(launched), bool(again)) == (not repeats, repeats)
         forward, _, backward, _ = (params for *_, params in launched or again)
@@ -373,7 +370,7 @@ def nothing_is_lost(setup: Setup) -> None:
     def work(steps: int) -> None:
         for _ in range(steps):
             q, k, v = tensors()
-            out, lse = torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
+            out, lse, _ = torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
             args = (out, lse, q, k, v, out, lse, lists(slices), plan, 0.125, 0.0, "", False)
             torch.ops.magi.ffa_bwd(*args)
             of_mask = ("q >= kv", 1, ROWS, ROWS, 5000, torch.device("cpu"))

@@ -6,6 +6,7 @@ import torch
 
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.kernels.plan import Plan
 from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
@@ -84,12 +85,11 @@ class Attention(torch.autograd.Function):
         call, (q_shape, k_shape) = ctx.call, ctx.shapes
         dlse = call.packed(dlse[..., None])[..., 0].t().contiguous()
         grads = Grads(call.packed(dout), dlse)
+        tables = call.score.tables
         wanted = [i for i in call.differentiable if ctx.needs_input_grad[4 + i]]
-        (dq, dk, dv), found = call.backward(grads, Saved(*ctx.saved_tensors), wanted)
-        assert all(x.dtype == torch.float32 for x in found)
-        of_tables = {
-            i: x.to(call.score.tables[i].dtype) for i, x in zip(wanted, found, strict=True)
-        }
+        sums = {i: torch.zeros(tables[i].shape) for i in wanted}
+        dq, dk, dv = call.backward(grads, Saved(*ctx.saved_tensors), sums)
+        of_tables = {i: x.to(tables[i].dtype) for i, x in sums.items()}
         of_kv = [call.unpacked(x, k_shape) for x in (dk, dv)]
         return (
             *(call.unpacked(dq, q_shape), *of_kv, None),
@@ -114,8 +114,7 @@ class Call:
         self.score = ScoreCall(found, values, [], self.seqlen, self.seqlen, by_entry)
         self.slices = mask.slices(self.batch, self.seqlen)
         plan = build_tile_plan(self.slices, **plan_tiles(self.problem)._asdict(), exact=False)
-        splits, sizes = torch.empty(0, dtype=torch.int32), list(plan_tiles(self.problem))
-        self.plan = [*plan[:3], splits, sizes, *plan[3:]]
+        self.plan = Plan(plan_tiles(self.problem), plan.q_walk, plan.k_walk)
 
     def packed(self, x):
         if self.mask.is_by_head:
@@ -129,12 +128,14 @@ class Call:
         return x.reshape(batch, seqlen, nheads, -1).transpose(1, 2)
 
     def forward(self, q, k, v):
-        given = (self.slices, self.plan, self.problem, self.score)
-        return self.kernel.scored_forward(q, k, v, *given)
+        return self.kernel.forward(
+            *(q, k, v, self.slices, self.plan, self.problem), score=self.score
+        )
 
-    def backward(self, grads, saved, wanted):
-        given = (self.slices, self.plan, self.problem, self.score, wanted)
-        return self.kernel.scored_backward(grads, saved, *given, deterministic=self.deterministic)
+    def backward(self, grads, saved, sums):
+        score = self.score._replace(sums=sums)
+        given = (grads, saved, self.slices, self.plan, self.problem)
+        return self.kernel.backward(*given, score=score, deterministic=self.deterministic)
 
 
 def check(

@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import create_mask
 
 from magi_compile._checks import MaskDataError
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack, unpack
-from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.evaluation.bit_blocks import (
     Grid,
     Heads,
@@ -17,6 +16,7 @@ from magi_compile.masks.evaluation.bit_blocks import (
     visible_blocks,
     without_padding,
 )
+from magi_compile.masks.evaluation.block_lists import BlockLists
 
 CPU = torch.device("cpu")
 NUMBERS = torch.randint(0, 4, (2, 4, 300), generator=torch.Generator().manual_seed(0))

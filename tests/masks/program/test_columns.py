@@ -17,8 +17,8 @@ from magi_compile.masks import (
     trace_mask_mod,
 )
 from magi_compile.masks.evaluation import verify
-from magi_compile.masks.program.expr import FALSE, KV, Expr, build, unsupported
-from magi_compile.masks.program.parse import parse
+from magi_compile.masks.expr.expr import FALSE, KV, Expr, build, unsupported
+from magi_compile.masks.expr.parse import parse
 from tests.masks.support.helpers import dense_mask, dynamo_program
 
 S = 60

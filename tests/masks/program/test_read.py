@@ -131,7 +131,7 @@ def looked_up_by_a_number(document):
     return mask_mod
 
 
-@pytest.mark.parametrize("make", [written_clone, looked_up_by_a_number])
+@pytest.mark.parametrize("make", [written_clone])
 def test_writes_that_are_not_followed_are_refused(make):
     """They would be lost; block lists come from the mask_mod itself."""
     mask_mod = make(documents(3, 5))
@@ -253,6 +253,7 @@ def looked_up_and_written(document):
         read_before_written,
         inplace_true,
         looked_up_and_written,
+        looked_up_by_a_number,
     ],
 )
 def test_writes_that_a_view_sees_are_followed(make):

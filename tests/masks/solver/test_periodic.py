@@ -3,7 +3,7 @@
 import pytest
 
 from magi_compile.masks import MaskProgram, UnsupportedMaskError, row_intervals
-from magi_compile.masks.program.parse import parse
+from magi_compile.masks.expr.parse import parse
 from magi_compile.masks.solver.periodic import remainder_of, upper_bound_of
 from tests.masks.support.helpers import evaluate
 

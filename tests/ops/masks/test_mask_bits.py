@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from magi_compile import MaskDataError
+from magi_compile.functions.text import in_ops, mask_mod_of, names_of_captures
 from magi_compile.masks.evaluation import verify
 from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
-from magi_compile.masks.program.source import in_ops, mask_mod_of, names_of_captures
 from magi_compile.ops.masks import mask_bits
 from magi_compile.ops.masks.mask_call import MaskCall
 

@@ -5,7 +5,7 @@
 // document: what is worked on at a time reads the same queries, which then come from the L2 cache.
 #pragma once
 
-namespace ffa {
+namespace ffa::backward {
 
 constexpr int kNoWave = -1;
 
@@ -52,4 +52,4 @@ struct DqOrder {
     int passes;          // of a turn, each with all rows of as many query heads of each group, the last ones first
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -3,7 +3,7 @@
 
 #include "common/ptx.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // The number of this thread block among those that share a tile, and the other one's. No register keeps it.
 template <class Config>
@@ -28,4 +28,4 @@ __device__ __forceinline__ int first_peer_slab() {
     return rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward

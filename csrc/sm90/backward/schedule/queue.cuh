@@ -5,7 +5,7 @@
 #include "backward/schedule/cluster.cuh"
 #include "common/ptx.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // The first item of a block is its index, the others are drawn from a counter. Where an item waits for those in front
 // of it, the first one is drawn too: a block that does not run yet has none.
@@ -55,4 +55,4 @@ private:
     int item_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -2,11 +2,11 @@
 // memory.
 #pragma once
 
+#include "common/key_loader.cuh"
 #include "common/pipeline.cuh"
-#include "forward/config.cuh"
 #include "scores/gradients/params.cuh"
 
-namespace ffa {
+namespace ffa::scores {
 
 // Tiles and blocks are those of the forward pass.
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kConsumers_,
@@ -40,22 +40,22 @@ struct TableGradientsConfig {
 };
 
 template <class Config>
-struct alignas(1024) TableGradientsStorage {
+struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
 
     Element q[Config::kSlabs][Config::kQSlab];
     Element dout[Config::kSlabs][Config::kQSlab];
     Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
     Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
-    Block blocks[Config::kKStages];   // travel with k
-    uint64_t q_full;                  // dout too
+    KeyBlock blocks[Config::kKStages];   // travel with k
+    uint64_t q_full;                     // dout too
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
     int num_blocks;   // of the tile
 };
 
 template <class Config>
-__device__ __forceinline__ void init_barriers(TableGradientsStorage<Config>& smem) {
+__device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
     mbarrier_init(smem.q_full, 1);
     init_ring(smem.k_full, smem.k_empty, kConsumerWarps);
@@ -63,4 +63,4 @@ __device__ __forceinline__ void init_barriers(TableGradientsStorage<Config>& sme
     fence_mbarrier_init();
 }
 
-}   // namespace ffa
+}   // namespace ffa::scores

@@ -7,18 +7,17 @@
 //
 // The host names the variant: FFA_ELEMENT, FFA_HEAD_DIM, ... come from
 // magi_compile/kernels/heuristics.py through the compiler's command line.
-#include "forward/scheduler.cuh"
+#include "common/scheduler.cuh"
 #include "scores/gradients/mainloop.cuh"
 #include "scores/gradients/producer.cuh"
 #include "score_mod.cuh"   // made from the score program: ffa::Score
 
-namespace ffa {
+namespace ffa::scores {
 
 template <class Config>
-__device__ __forceinline__ void table_gradients(const typename Config::Params& params) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    static_assert(sizeof(TableGradientsStorage<Config>) <= kMaxSharedBytes, "the buffers do not fit in shared memory");
-    auto& smem = *reinterpret_cast<TableGradientsStorage<Config>*>(memory);
+__device__ __forceinline__ void run(const typename Config::Params& params) {
+    static_assert(sizeof(SharedStorage<Config>) <= kMaxSharedBytes, "the buffers do not fit in shared memory");
+    auto& smem = *reinterpret_cast<SharedStorage<Config>*>(memory);
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     const WorkItem item = Scheduler(params.schedule, blockIdx.x).item();
@@ -35,20 +34,20 @@ __device__ __forceinline__ void table_gradients(const typename Config::Params& p
     if (warpgroup == 0) {
         setmaxnreg_dec<Config::kProducerRegisters>();
         if (threadIdx.x == 0) {
-            TableGradientsProducer<Config>(params, smem).run(tile, item.head);
+            Producer<Config>(params, smem).run(tile, item.head);
         }
     } else {
         setmaxnreg_inc<Config::kConsumerRegisters>();
-        TableGradientsConsumer<Config>(params, smem, warpgroup - 1).run(tile, item.head);
+        Consumer<Config>(params, smem, warpgroup - 1).run(tile, item.head);
     }
 }
 
 using Config = TableGradientsConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES,
                                     FFA_CONSUMERS, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_BITS, Score>;
 
-}   // namespace ffa
+}   // namespace ffa::scores
 
-extern "C" __global__ void __launch_bounds__(ffa::Config::kThreads, 1)
-    ffa_table_gradients(const __grid_constant__ ffa::Config::Params params) {
-    ffa::table_gradients<ffa::Config>(params);
+extern "C" __global__ void __launch_bounds__(ffa::scores::Config::kThreads, 1)
+    ffa_table_gradients(const __grid_constant__ ffa::scores::Config::Params params) {
+    ffa::scores::run<ffa::scores::Config>(params);
 }

@@ -5,9 +5,9 @@
 //     for each look-up: dS times how the new score changes with what was looked up, added where that lies
 #pragma once
 
-#include "common/bits.cuh"
-#include "common/mask.cuh"
+#include "common/key_block.cuh"
 #include "common/pipeline.cuh"
+#include "common/product.cuh"
 #include "common/wgmma.cuh"
 #include "scores/functions.cuh"
 #include "scores/gradients/config.cuh"
@@ -15,7 +15,7 @@
 #include "scores/places.cuh"
 #include "scores/row.cuh"
 
-namespace ffa {
+namespace ffa::scores {
 
 // Of the rows of a thread, `row` and `row + 8`.
 template <class Config>
@@ -60,10 +60,10 @@ struct RowsOfGradients {
 };
 
 template <class Config>
-class TableGradientsConsumer {
+class Consumer {
 public:
-    __device__ __forceinline__ TableGradientsConsumer(const typename Config::Params& params,
-                                                      TableGradientsStorage<Config>& smem, int warpgroup)
+    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem,
+                                        int warpgroup)
         : params_(params),
           smem_(smem),
           warpgroup_(warpgroup),
@@ -117,59 +117,23 @@ private:
 
     // rows keys^T
     __device__ __forceinline__ static void issue(Scores& product, uint32_t rows, uint32_t keys) {
-        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
-        constexpr int kStepBytes = 32;
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
-        }
-        pin(product);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-            const int slab = step / kStepsPerSlab;
-            const int within = step % kStepsPerSlab * kStepBytes;
-            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                product, rows + ((slab * kQSlabBytes + within) >> 4), keys + ((slab * kKSlabBytes + within) >> 4),
-                step != 0);
-        }
-        wgmma_commit_group();
+        set_unread(product);
+        issue_product<Element, Config::kHeadDim / 16, kKSlabBytes>(product, SharedRows<kQSlabBytes>{rows}, keys);
     }
 
     // What this warpgroup sees of the block.
     __device__ __forceinline__ Visibility visible(const Tile& tile) const {
-        const Block& block = smem_.blocks[k_.slot];
-        const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
-        const int row_end = min(row_begin + Config::kRows, tile.row_end);
-        if (!__any_sync(0xffffffff, row_begin < tile.row_end)) {
+        if (!__any_sync(0xffffffff, tile.row_begin + warpgroup_ * Config::kRows < tile.row_end)) {
             return kNothing;
         }
-        if (!__any_sync(0xffffffff, block.is_edge)) {
-            return kAll;
-        }
-        Visibility sees =
-            visibility<true>(block.run, params_.edges, row_begin, row_end, block.first, Config::kBlockCols);
-        if constexpr (Config::kHasBits) {
-            if (sees != kNothing && has_bits(block.run)) {
-                sees = visibility_of_bits<Config::kBlockCols>(sees, block.run, params_.bits, row_begin, row_end,
-                                                              block.first);
-            }
-        }
-        return Visibility(uniform(sees));
+        return visibility_of_block<Config, true>(smem_.blocks[k_.slot], params_, tile, warpgroup_);
     }
 
     // Hidden scores become -inf, those of rows behind the tile too, which are another's.
     __device__ __forceinline__ void mask(Scores& scores, Visibility sees, const Tile& tile) const {
         const int row = first_row(tile);
         if (sees == kPartial) {
-            const Block& block = smem_.blocks[k_.slot];
-            const int col = block.first + 2 * (lane_ % 4);
-            apply_mask<true>(scores, block.run, params_.edges, row, col);
-            if constexpr (Config::kHasBits) {
-                if (has_bits(block.run)) {
-                    apply_bits(scores, block.run, params_.bits, row, col);
-                }
-            }
+            mask_block<Config, true>(scores, smem_.blocks[k_.slot], params_, row, lane_);
         }
         if (__any_sync(0xffffffff, row + 8 >= tile.row_end)) {
 #pragma unroll
@@ -244,7 +208,7 @@ private:
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
 
     const typename Config::Params& params_;
-    TableGradientsStorage<Config>& smem_;
+    SharedStorage<Config>& smem_;
     const int warpgroup_;
     const int warp_;
     const int lane_;
@@ -254,4 +218,4 @@ private:
     Position<Config::kVStages> v_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::scores

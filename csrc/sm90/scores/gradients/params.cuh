@@ -1,11 +1,13 @@
 // The parameters of the kernel of gradients of captured tensors, as the host packs them.
 #pragma once
 
-#include "backward/statistics.cuh"
-#include "forward/params.cuh"
+#include "common/ptx.cuh"
+#include "common/scheduler.cuh"
+#include "common/statistics.cuh"
+#include "common/tile_plan.cuh"
 #include "scores/params.cuh"
 
-namespace ffa {
+namespace ffa::scores {
 
 // `kNumSums` are the look-ups whose tensors need gradients; those of one tensor add to the same numbers.
 template <int kNumWords, int kNumSums>
@@ -29,4 +31,4 @@ struct TableGradientsParams {
     ScoreParams<kNumWords> score;
 };
 
-}   // namespace ffa
+}   // namespace ffa::scores

@@ -1,17 +1,16 @@
 // The thread that loads a tile's Q and dO, and streams K and V of its runs.
 #pragma once
 
+#include "common/key_loader.cuh"
 #include "common/tile_plan.cuh"
-#include "forward/key_loader.cuh"
 #include "scores/gradients/config.cuh"
 
-namespace ffa {
+namespace ffa::scores {
 
 template <class Config>
-class TableGradientsProducer : KeyLoader<Config, TableGradientsStorage<Config>> {
+class Producer : KeyLoader<Config, SharedStorage<Config>> {
 public:
-    __device__ __forceinline__ TableGradientsProducer(const typename Config::Params& params,
-                                                      TableGradientsStorage<Config>& smem)
+    __device__ __forceinline__ Producer(const typename Config::Params& params, SharedStorage<Config>& smem)
         : Loader(params, smem) {}
 
     __device__ __forceinline__ void run(const Tile& tile, int head) {
@@ -35,11 +34,11 @@ public:
     }
 
 private:
-    using Loader = KeyLoader<Config, TableGradientsStorage<Config>>;
+    using Loader = KeyLoader<Config, SharedStorage<Config>>;
     using Loader::load_k;
     using Loader::load_v;
     using Loader::params_;
     using Loader::smem_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::scores

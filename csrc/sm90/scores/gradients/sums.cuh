@@ -9,7 +9,7 @@
 
 #include "common/ptx.cuh"
 
-namespace ffa {
+namespace ffa::scores {
 
 constexpr int kNowhere = -1;
 
@@ -97,4 +97,4 @@ private:
     float sums_[2][2] = {};
 };
 
-}   // namespace ffa
+}   // namespace ffa::scores

@@ -18,7 +18,6 @@ from magi_compile.kernels.heuristics import (
     backward_sections,
 )
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
-from magi_compile.kernels.scored import ScoredBackwardOutput
 from magi_compile.kernels.sm90.backward.order import turns_of_tiles
 from magi_compile.kernels.sm90.backward.variants import (
     STREAM_THREADS,
@@ -49,7 +48,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
     rows_map,
 )
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
-from magi_compile.kernels.sm90.scores.arguments import ScoreArguments, WantedTables
+from magi_compile.kernels.sm90.scores.arguments import ScoreArguments
 from magi_compile.kernels.sm90.scores.gradients import GradientsPlaces, table_gradients_launch
 from magi_compile.plan.tiles import Walk
 from magi_compile.score.program import ScoreCall
@@ -62,7 +61,6 @@ _MOST_TILES_HANDED_ON = 2**15 - 1  # an entry of an agenda has 16 bits for its s
 # The buffers of a backward pass. Keys and their gradients may come late; what every pass makes comes last.
 _DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _RUNS, _EDGES, _BITS, _TURNS = range(10)
 _K, _V, _DK, _DV, _DQ, _SCRATCH = range(10, 16)
-_TABLE_SUMS = 16  # the first of the gradients of captured tensors
 
 
 class _Shape(NamedTuple):
@@ -128,7 +126,7 @@ class _Prepared:
         if score is None or score.gradients is None:
             return Call(made, (self.first, main, self.last[True]))
         of_tables = self._of_tables(score, keys, device_index)
-        return Call((*made, *score.gradients.made), (self.first, *of_tables, main, self.last[True]))
+        return Call(made, (self.first, *of_tables, main, self.last[True]))
 
     def _of_tables(
         self, score: ScoreArguments, keys: tuple[Layout, ...], device_index: int
@@ -139,9 +137,7 @@ class _Prepared:
             (of_q, of_dout, *keys),
             self._problem,
             score,
-            GradientsPlaces(
-                (_Q, _DOUT, _K, _V), _LSE, _in_scratch(self._scratch.stats), _BITS, _TABLE_SUMS
-            ),
+            GradientsPlaces((_Q, _DOUT, _K, _V), _LSE, _in_scratch(self._scratch.stats), _BITS),
             device_index,
         )
 
@@ -326,58 +322,27 @@ def backward(
     problem: AttnProblem,
     *,
     bits: Tensor | None = None,
+    score: ScoreCall | None = None,
+    q_walk: Walk | None = None,
     deterministic: bool = False,
 ) -> BackwardOutput:
     """Gradients of attention over the k walk of a plan, and the bit blocks of its mask, on torch's current stream.
 
     dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
-    `deterministic` is set.
+    `deterministic` is set. Gradients of the captured tensors of `score` are added to its `sums`, contiguous and
+    fp32, in any order, over the `q_walk`.
     """
-    return _backward(grads, saved, walk, problem, bits, deterministic).qkv
-
-
-def scored_backward(
-    grads: Grads,
-    saved: Saved,
-    walk: Walk,
-    problem: AttnProblem,
-    *,
-    score: ScoreCall,
-    wanted: WantedTables,
-    bits: Tensor | None = None,
-    deterministic: bool = False,
-) -> ScoredBackwardOutput:
-    """The same with a score program, and the gradients of captured tensors that are `wanted`, in fp32, each added up in any order."""
-    return _backward(grads, saved, walk, problem, bits, deterministic, score, wanted)
-
-
-def _backward(
-    grads: Grads,
-    saved: Saved,
-    walk: Walk,
-    problem: AttnProblem,
-    bits: Tensor | None,
-    deterministic: bool,
-    score: ScoreCall | None = None,
-    wanted: WantedTables | None = None,
-) -> ScoredBackwardOutput:
     q, k, v, out, lse = saved
     if q.shape[0] == 0 or k.shape[0] == 0:
-        zeros = BackwardOutput(*(torch.zeros_like(x, memory_format=_ROWS) for x in (q, k, v)))
-        tables = (
-            [] if score is None or wanted is None else [score.tables[i] for i in wanted.numbers]
-        )
-        return ScoredBackwardOutput(
-            zeros, [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in tables]
-        )
+        return BackwardOutput(*(torch.zeros_like(x, memory_format=_ROWS) for x in (q, k, v)))
     with on_device(q.device):
-        program, tables = given_score(score, problem, q, k, wanted)
+        program, behind = given_score(score, problem, q, k, q_walk)
         given, prepared = _given(
             grads, (q, out, lse), walk, problem, deterministic, bits=bits, score=program
         )
         (k, v), call = routed(prepared.whole, (k, v))
-        dk, dv, dq, _, *of_tables = call.run([*given, k, v], q.device, tables)
-    return ScoredBackwardOutput(BackwardOutput(dq, dk, dv), of_tables)
+        dk, dv, dq, *_ = call.run([*given, k, v], q.device, behind)
+    return BackwardOutput(dq, dk, dv)
 
 
 def _given(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
+    AGENDA_NUMBERS,
     BACKWARD_ROWS,
     BackwardConfig,
     backward_config,
@@ -57,7 +59,7 @@ def backward_variants(
         _variant(
             "backward/preprocess.cu",
             "ffa_backward_preprocess",
-            {**rows, **cols},
+            {**rows, **cols, **_macros(AGENDA_NUMBERS)},
         ),
         replace(main_variant, headers=score_headers(score), may_spill=may_spill),
         _variant(
@@ -76,6 +78,10 @@ def keeps_slopes(score: ScoreSource | None) -> bool:
 def rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:
     """True if the main kernel makes dq; else the one behind it does."""
     return config.rounds_dq and not deterministic
+
+
+def _macros(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {f"FFA_{name.upper()}": value for name, value in numbers.items()}
 
 
 def _variant(source: str, entry: str, defines: dict[str, object]) -> Variant:

@@ -9,7 +9,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import BackwardConfig, cuda_head_dim
 
 DQ_GROUP_ROWS = 16
-STATS_BYTES = 12  # of a query, in csrc/sm90/backward/statistics.cuh
+STATS_BYTES = 12  # of a query, in csrc/sm90/common/statistics.cuh
 _ENTRY_BYTES = 16  # of csrc/sm90/backward/schedule/agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _WARPS = BackwardConfig.num_threads // 32  # each leaves its progress two items at most, of a launch
@@ -19,7 +19,7 @@ class Scratch(NamedTuple):
     """The offsets in the one allocation, in bytes.
 
     First the sums of dq `[nheads_q, padded_q, cuda_head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
-    csrc/sm90/backward/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
+    csrc/sm90/common/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
     what its writer needs; then how many parts have arrived, the visits of csrc/sm90/backward/params.cuh that are done and those that are
     wanted, and the progress of dq.
     """

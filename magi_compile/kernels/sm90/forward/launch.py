@@ -30,11 +30,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
 )
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
-from magi_compile.kernels.sm90.scores.arguments import (
-    ScoreArguments,
-    WantedTables,
-    score_arguments,
-)
+from magi_compile.kernels.sm90.scores.arguments import ScoreArguments, score_arguments
 from magi_compile.kernels.sm90.scores.source import ScoreSource
 from magi_compile.plan.tiles import Walk
 from magi_compile.score.program import ScoreCall
@@ -159,13 +155,13 @@ def given_score(
     problem: AttnProblem,
     q: Tensor,
     k: Tensor,
-    wanted: WantedTables | None = None,
+    q_walk: Walk | None = None,
 ) -> tuple[ScoreArguments | None, list[Tensor]]:
     """The arguments of kernels for a score program, if there is one, and the tensors behind those of the call; see
     `score_arguments`."""
     if score is None:
         return None, []
-    return score_arguments(score, problem, q.shape[0], k.shape[0], wanted)
+    return score_arguments(score, problem, q.shape[0], k.shape[0], q_walk)
 
 
 def nothing_seen(q: Tensor, v: Tensor) -> ForwardOutput:

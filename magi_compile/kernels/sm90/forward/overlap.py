@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
-from magi_compile.kernels.heuristics import PlanTiles, forward_config, plan_tiles
-from magi_compile.kernels.plan_sizes import check_sizes
+from magi_compile.kernels.heuristics import forward_config, plan_tiles
+from magi_compile.kernels.plan import PlanTiles, check_tiles
 from magi_compile.kernels.sm90.forward.launch import (
     EDGES,
     LSE,
@@ -69,7 +69,7 @@ _COL_BEGIN, _NUM_BLOCKS, _NUM_LEAD, _NUM_TRAIL = (
 )
 
 
-class SplitPlan(NamedTuple):
+class EarlyPlan(NamedTuple):
     """The q walk of a plan, by what it needs of remote keys. Lists are longest first, with padding behind."""
 
     remote_tiles: Tensor  # int32 [num_tiles, 4]: those that see remote keys
@@ -79,19 +79,19 @@ class SplitPlan(NamedTuple):
     runs: Tensor  # int32 [num_runs, 12], the local ones of each tile first
     edges: Tensor  # int32 [total_q, NUM_LANES, 2]
     remote_begin: int
-    sizes: PlanTiles  # that it was made for
+    tiles: PlanTiles  # that it was made for
 
     @property
     def num_split_rows(self) -> int:
-        return self.split_tiles.shape[0] * self.sizes.q_tile_rows
+        return self.split_tiles.shape[0] * self.tiles.q_tile_rows
 
 
-def split_plan(walk: Walk, sizes: PlanTiles, remote_begin: int) -> SplitPlan:
+def early_plan(walk: Walk, tiles: PlanTiles, remote_begin: int) -> EarlyPlan:
     """Cuts the q walk of a plan; on a GPU nothing waits for the device.
 
     Args:
         walk: with at least one tile; no run has both local and remote columns.
-        sizes: the tile sizes of the plan.
+        tiles: their sizes.
         remote_begin: the first remote column.
 
     Returns:
@@ -131,7 +131,7 @@ def split_plan(walk: Walk, sizes: PlanTiles, remote_begin: int) -> SplitPlan:
     split = torch.where(is_cut & (split < num_splits), split, NO_SPLIT)
     remote_tiles, remote_order = listed(sees_remote, run_begin, run_end, local + remote)
     local_tiles, _ = listed(~is_padding & ~sees_remote, run_begin, run_mid, local)
-    return SplitPlan(
+    return EarlyPlan(
         remote_tiles,
         torch.stack([run_mid, split], 1)[remote_order].int(),
         local_tiles,
@@ -139,7 +139,7 @@ def split_plan(walk: Walk, sizes: PlanTiles, remote_begin: int) -> SplitPlan:
         runs,
         q_edges,
         remote_begin,
-        sizes,
+        tiles,
     )
 
 
@@ -166,7 +166,7 @@ class EarlyForward:
         q: Tensor,
         keys: Sequence[Tensor],
         remote: Sequence[Tensor],
-        plan: SplitPlan,
+        plan: EarlyPlan,
         problem: AttnProblem,
         *,
         free_sms: int = 0,
@@ -175,7 +175,7 @@ class EarlyForward:
     ):
         assert (max_scores is not None) == problem.has_max_scores
         check_remote_keys(*remote)
-        check_sizes(plan.sizes, plan_tiles(problem))
+        check_tiles(plan.tiles, plan_tiles(problem))
         if deterministic:
             plan = plan._replace(split_tiles=plan.split_tiles[:0])
         num_tiles, num_splits = plan.remote_tiles.shape[0], plan.split_tiles.shape[0]

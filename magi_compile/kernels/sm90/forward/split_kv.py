@@ -16,11 +16,12 @@ from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
 from magi_compile.kernels.heuristics import (
     SPLIT_LEAST_BLOCKS,
+    SPLIT_NUMBERS,
     SPLITS_MOST_TILES,
-    PlanTiles,
     forward_config,
     forward_splits,
 )
+from magi_compile.kernels.plan import PlanTiles
 from magi_compile.kernels.sm90.forward.launch import (
     EDGES,
     ELEMENTS,
@@ -91,6 +92,7 @@ def split_variant() -> Variant:
     names = ("BLOCK", "MASK", "TILE", "SPLIT", "MERGE", "MERGE_LAUNCH")
     defines = {f"FFA_{name}_COST": getattr(cost, f"{name}_COST") for name in names}
     defines["FFA_MOST_TILES"] = SPLITS_MOST_TILES
+    defines |= {f"FFA_{name.upper()}": value for name, value in SPLIT_NUMBERS.items()}
     return Variant(
         "planner/split_tiles.cu", "ffa_split_tiles", tuple((k, str(v)) for k, v in defines.items())
     )

@@ -5,7 +5,7 @@
                                        static __device__ Key key(...)      t0[kv]
                                        static __device__ bool pair(...)    the rest
 
-It computes what PyTorch does in the mask_mod's own graph (`mask_graph.py`), in its dtypes (`pointwise.py`). Sizes, captured ints and
+It computes what PyTorch does in the mask_mod's own graph (`mask_graph.py`), in its dtypes (`codegen/pointwise.py`). Sizes, captured ints and
 values of tensors come in as words: they change nothing here.
 """
 
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from magi_compile.kernels.sm90.masks.lazy import (
+from magi_compile.functions.guards import Divisor, Index
+from magi_compile.functions.names import name_of
+from magi_compile.kernels.sm90.codegen.lazy import (
     VIEWS,
     Body,
     Lazy,
@@ -28,18 +30,15 @@ from magi_compile.kernels.sm90.masks.lazy import (
     once,
     variables_of,
 )
-from magi_compile.kernels.sm90.masks.mask_graph import MaskGraph
-from magi_compile.kernels.sm90.masks.operations import Operations
-from magi_compile.kernels.sm90.masks.pointwise import (
-    FILLS,
+from magi_compile.kernels.sm90.codegen.operations import Operations, filled
+from magi_compile.kernels.sm90.codegen.pointwise import (
     UnknownOperation,
     cast,
     element,
     is_float,
     literal,
 )
-from magi_compile.masks.program.look_ups import Divisor, Index
-from magi_compile.masks.program.names import name_of
+from magi_compile.kernels.sm90.masks.mask_graph import MaskGraph
 
 _INTEGERS = (torch.int32, torch.int64)  # of indices
 _OF_ROW, _OF_KEY = frozenset("bhq"), frozenset(("b", "h", "kv"))
@@ -125,7 +124,7 @@ class _Writer(Operations):
         head = f"static __device__ bool pair({arguments})"
         self.source.text = "\n".join(
             [
-                '#include "masks/pointwise.cuh"',
+                '#include "common/pointwise.cuh"',
                 "namespace ffa {",
                 "struct Mask {",
                 f"static constexpr int kNumChecks = {len(self.source.checks)};",
@@ -190,12 +189,11 @@ class _Writer(Operations):
 
     def fill(self, node: Node) -> Lazy | None:
         """A tensor of one number, if the call says so."""
-        how = FILLS.get(name_of(node.target))
-        if how is None:
+        value = filled(name_of(node.target), node)
+        if value is None:
             return None
         example: Tensor = node.meta["val"]
-        place, value = how
-        number = self.scalar(node.args[place] if place is not None else value, example.dtype)
+        number = self.scalar(value, example.dtype)
         sizes = tuple(f"Int({size}ll)" for size in example.shape)
         return Lazy(example.dtype, tuple(example.shape), sizes, lambda _: number)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
+from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.masks.bits_source import (
     BitsSource,
     NumberWord,
@@ -18,15 +19,14 @@ from magi_compile.kernels.sm90.masks.bits_source import (
     bits_source,
 )
 from magi_compile.kernels.sm90.masks.mask_graph import Values, mask_graph
-from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.params import mask_mod_params
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.masks.bits import BLOCK, WORDS
-from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL
 from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
+from magi_compile.masks.evaluation.block_lists import HOLDS_ALL, IS_FULL
 from magi_compile.masks.program.program import MaskProgram
 
 logger = logging.getLogger("magi_compile")

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
-from magi_compile.masks.program.source import INDICES, in_ops, parameters
+from magi_compile.functions.names import INDICES
+from magi_compile.functions.text import in_ops, parameters
+from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 
 Values = dict[Node, Any]
 

@@ -18,12 +18,12 @@ from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, max_resident_blocks, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
-from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL, BlockLists, broadcast
 from magi_compile.masks.evaluation import messages as preconditions
+from magi_compile.masks.evaluation.block_lists import HOLDS_ALL, IS_FULL, BlockLists, broadcast
 from magi_compile.masks.evaluation.evaluate import Evaluation, check_look_up, with_columns
-from magi_compile.masks.evaluation.integers import INT64
 from magi_compile.masks.evaluation.row_intervals import RowIntervals, check_arguments
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
+from magi_compile.masks.expr.integers import INT64
 from magi_compile.masks.program.program import MaskProgram
 
 _THREADS, _LISTS_THREADS = 512, 256  # of a thread block
@@ -358,7 +358,7 @@ def _numbers(
     """The values of `source.numbers` for the captured ints."""
     run = Evaluation(program, (), symbols, MaskSizes(1, 1, 1), device)
     for expr in source.divisors:
-        run.divisor(expr, run.value(expr))
+        run.not_zero(expr, run.value(expr))
     numbers = (int(run.value(expr).data) for expr in source.numbers)
     return [min(max(number, INT64[0]), INT64[1]) % 2**64 for number in numbers]
 

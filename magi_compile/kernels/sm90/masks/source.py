@@ -4,25 +4,25 @@
                                                static __device__ void lanes(...)  [group.begin, min(group.end, q + 1))
                                                static __device__ void find(...)   what a failed check has found
 
-What it computes and what it checks, in that order, is what `Evaluation` (masks/evaluation/evaluate.py) does with tensors. Sizes,
-captured ints and the shapes of captured tensors come in as values: they change nothing here.
+It computes and checks in the order of masks/evaluation/visit.py, like tensor operations (masks/evaluation/evaluate.py). Sizes, captured
+ints and the shapes of captured tensors come in as values: they change nothing here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from magi_compile.masks.evaluation import messages as preconditions
-from magi_compile.masks.evaluation.evaluate import is_plain
-from magi_compile.masks.evaluation.integers import INT64
-from magi_compile.masks.program.expr import TRUE, Expr
+from magi_compile.masks.evaluation.visit import Visitor
+from magi_compile.masks.expr.expr import Expr
+from magi_compile.masks.expr.integers import INT64
 from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.solver.key_sets import KeySet, Lane, Promise, has_bounds
+from magi_compile.masks.solver.key_sets import KeySet, Lane, Promise
 
 # The elements of captured tensors, as CUDA calls them.
 ELEMENTS = {
@@ -154,9 +154,7 @@ class _Writer:
             source.num_words += 1 + 2 * dims
 
     def write(self) -> MaskSource:
-        lanes = [self._lane(number, lane) for number, lane in enumerate(self.keys.lanes)]
-        for promise in self.keys.required:
-            self.rows.expect(promise)
+        lanes = self.rows.intervals(self.keys)
         for number, (lo, hi) in enumerate(lanes or [("0", "0")]):
             self.rows.lines += [f"lo[{number}] = {lo};", f"hi[{number}] = {hi};"]
         of_batch, of_heads = (
@@ -187,32 +185,6 @@ class _Writer:
         )
         return self.source
 
-    def _lane(self, number: int, lane: Lane) -> tuple[str, str]:
-        rows = self.rows
-        lo, hi = f"lo{number}", f"hi{number}"
-        for name, expr, end in ((lo, lane.lo, "0"), (hi, lane.hi, "c.seqlen_k()")):
-            rows.lines.append(f"int {name} = c.edge({rows.edge(expr, lambda *_, end=end: end)});")
-        splits = [rows.narrow_to_group(promise, lo, hi) for promise in lane.grouped]
-        for promise in lane.ordered:
-            rows.expect_order(promise, lo, hi)
-        if lane.ordered:
-            rows.narrow_to_bounds(lane, lo, hi)
-        if lane.keys != TRUE:
-            index = self.index(lane.keys, must_be_truth=True)
-            check = self.check(
-                partial(self.words, preconditions.are_neighbours, lane.keys), "seqlen_q"
-            )
-            rows.require(check, f"c.narrow({index}, entry, {lo}, {hi})")
-        for promise, is_split in zip(lane.grouped, splits, strict=True):
-            rows.check_group(promise, f"{is_split} & ({lo} < {hi})")
-        return lo, hi
-
-    def words(
-        self, say: Callable[[str], preconditions.Words], expr: Expr, _: object
-    ) -> preconditions.Words:
-        """The words of `expr` by `say`, whatever the shapes."""
-        return say(self.program.describe(expr))
-
     def check(self, describe: Callable, length: str, sought: Expr | None = None) -> int:
         """The number of a new check."""
         if self.program.differs_by_head:
@@ -229,10 +201,13 @@ class _Writer:
             body.lines.append(f"return {body.value(keys).text};")
         number = self.source.indexes.index(keys)
         if must_be_truth:
-            self.key_bodies[number].want_truth(keys)
+            self.key_bodies[number].want_truth(keys, self.key_bodies[number].value(keys))
         if is_searched:
             self.searched.add(number)
         return number
+
+    def first_word(self, table: int) -> int:
+        return next(words.first for words in self.source.tables if words.table == table)
 
     def _key_function(self) -> list[str]:
         lines = [*_PLACE, "switch (index) {"]
@@ -266,92 +241,92 @@ class _Writer:
         )
 
 
-class _Body:
-    """Statements that compute values for one row, or for one key; each value once."""
+class _Body(Visitor[_Code, str]):
+    """Statements that compute values for one row, or for one key; each value once. Edges are the names of variables."""
 
     def __init__(self, writer: _Writer, variable: str, makes_checks: bool = True):
         self.writer = writer
         self.variable = variable
         self.makes_checks = makes_checks
         self.lines: list[str] = []
-        self.known: dict[object, _Code] = {}
+        self.known = {}
+        self.num_lanes = 0
 
     def require(self, check: int, holds: str) -> None:
         function = "require_in_row" if self.variable == "q" else "require_at_key"
         self.lines.append(f"c.{function}({check}, entry, {self.variable}, {holds});")
 
-    def narrow_to_group(self, promise: Promise, lo: str, hi: str) -> str:
-        """Cuts a lane down to its keys of a group, where the promise counts; the name of whether others lie between them."""
-        keys, wanted = promise.holds.args
-        group, index = self.group(keys, wanted), self.writer.index(keys)
-        when = self.value(promise.when).text
+    # Lanes and promises
+
+    def edges(self, lane: Lane) -> tuple[str, str]:
+        lo, hi = f"lo{self.num_lanes}", f"hi{self.num_lanes}"
+        self.num_lanes += 1
+        for name, expr, end in ((lo, lane.lo, "0"), (hi, lane.hi, "c.seqlen_k()")):
+            self.lines.append(f"int {name} = c.edge({self.edge(expr, lambda *_, end=end: end)});")
+        return lo, hi
+
+    def edge(self, expr: Expr, bound: Callable[[Expr, Expr], str]) -> str:
+        """An edge of a lane, before it is cut to the keys there are."""
+        if expr.op == "int":
+            return _literal(min(max(expr.args[0], INT64[0]), INT64[1]))
+        return self.with_bounds(expr, bound).text
+
+    def narrow_to_group(
+        self, group: _Searched, when: _Code, lo: str, hi: str
+    ) -> tuple[str, str, str]:
         name = f"v{len(self.lines)}"
-        self.lines.append(
-            f"const bool {name} = {when} && !c.narrow_to({group}, {index}, entry, {lo}, {hi});"
-        )
-        return name
+        narrowed = f"c.narrow_to({group.name}, {group.number}, entry, {lo}, {hi})"
+        self.lines.append(f"const bool {name} = {when.text} && !{narrowed};")
+        return lo, hi, name
 
-    def check_group(self, promise: Promise, is_split: str) -> None:
-        writer, (keys, wanted) = self.writer, promise.holds.args
-        describe = partial(writer.words, preconditions.is_grouped, keys)
-        self.require(writer.check(describe, "seqlen_q", sought=wanted), f"!({is_split})")
-
-    def expect_order(self, promise: Promise, lo: str, hi: str) -> None:
-        """Checks that keys are sorted in a lane, where it counts."""
-        writer, (keys,) = self.writer, promise.holds.args
-        index, when = writer.index(keys), self.value(promise.when).text
-        check = writer.check(partial(writer.words, preconditions.is_sorted, keys), "seqlen_q")
-        self.require(check, f"c.is_ordered({index}, entry, {lo}, {hi}) | !{when}")
-
-    def narrow_to_bounds(self, lane: Lane, lo: str, hi: str) -> None:
-        """Cuts a lane, in which keys are sorted, down by the bounds among its edges."""
+    def narrow_to_bounds(self, lane: Lane, lo: str, hi: str) -> tuple[str, str]:
         begin, end = f"begin_{lo}", f"end_{hi}"
         self.lines.append(f"const int {begin} = {lo}, {end} = {hi};")
 
         def bound(keys: Expr, limit: Expr) -> str:
-            index = self.writer.index(keys)
+            index = self.along_kv(keys)
             return f"c.bound_within({index}, entry, {self.value(limit).text}, {begin}, {end})"
 
         for name, expr, pick in ((lo, lane.lo, "max"), (hi, lane.hi, "min")):
             edge = self.edge(expr, bound)
             self.lines.append(f"{name} = static_cast<int>(ffa::{pick}({name}, c.edge({edge})));")
+        return lo, hi
 
-    def expect(self, promise: Promise) -> None:
-        """Checks a promise of a row where it counts."""
-        op, args = promise.holds.op, promise.holds.args
-        writer = self.writer
-        matters = self.value(promise.when).text
-        if op == "is_grouped":
-            self.check_group(promise, f"!{self.group(*args)}.is_whole() & {matters}")
-        else:
-            holds = self.value(promise.holds).text
-            check = writer.check(
-                partial(writer.words, preconditions.is_true, promise.holds), "seqlen_q"
-            )
-            self.require(check, f"{holds} | !({matters})")
+    def narrow(self, keys: Expr, lo: str, hi: str) -> tuple[str, str]:
+        index = self.writer.index(keys, must_be_truth=True)
+        check = self.check(preconditions.are_neighbours, keys)
+        self.require(check, f"c.narrow({index}, entry, {lo}, {hi})")
+        return lo, hi
 
-    def edge(self, expr: Expr, bound: Callable[[Expr, Expr], str]) -> str:
-        """An edge of a lane, before it is cut to the keys there are; its `upper_bound(keys, limit)` are what `bound` says."""
-        if expr.op == "int":
-            return _literal(min(max(expr.args[0], INT64[0]), INT64[1]))
-        return self.with_bounds(expr, bound).text
+    def expect_order(self, promise: Promise, keys: int, when: _Code, lo: str, hi: str) -> None:
+        check = self.check(preconditions.is_sorted, *promise.holds.args)
+        self.require(check, f"c.is_ordered({keys}, entry, {lo}, {hi}) | !{when.text}")
 
-    def with_bounds(self, expr: Expr, bound: Callable[[Expr, Expr], str]) -> _Code:
-        if expr.op == "upper_bound":
-            return self.named(bound(*expr.args), False)
-        if not has_bounds(expr):
-            return self.value(expr)
-        values = [self.with_bounds(arg, bound) for arg in expr.args]
-        if expr.op == "where":
-            self.want_truth(expr.args[0])
-        return self.named(*_pointwise(expr.op, values))
+    def expect_group(self, promise: Promise, is_split: str, lo: str, hi: str) -> None:
+        self.check_group(promise, f"{is_split} & ({lo} < {hi})")
 
-    def value(self, expr: Expr) -> _Code:
-        if expr not in self.known:
-            self.known[expr] = self._value(expr)
-        return self.known[expr]
+    def expect_whole(self, promise: Promise, when: _Code) -> None:
+        group = self.group(*promise.holds.args)
+        self.check_group(promise, f"!{group.name}.is_whole() & {when.text}")
 
-    def _value(self, expr: Expr) -> _Code:
+    def expect_true(self, condition: Expr, when: _Code) -> None:
+        holds = self.value(condition).text
+        self.require(self.check(preconditions.is_true, condition), f"{holds} | !({when.text})")
+
+    def check_group(self, promise: Promise, is_split: str) -> None:
+        keys, wanted = promise.holds.args
+        self.require(self.check(preconditions.is_grouped, keys, wanted), f"!({is_split})")
+
+    def check(
+        self, say: Callable[[str], preconditions.Words], expr: Expr, sought: Expr | None = None
+    ) -> int:
+        """The number of a new check of a row or a key, about `expr` whatever the shapes."""
+        length = "seqlen_q" if self.variable == "q" else "seqlen_k"
+        return self.writer.check(lambda _: say(self.writer.program.describe(expr)), length, sought)
+
+    # Values
+
+    def leaf(self, expr: Expr) -> _Code | None:
         op, args = expr.op, expr.args
         if op == "bool":
             return _Code("true" if args[0] else "false", True)
@@ -365,65 +340,53 @@ class _Body:
             return self.named(f"{word} != 0" if is_bool else word, is_bool)
         if self.variable == "kv" and "kv" not in expr.variables and self.makes_checks:
             self.writer.rows.value(expr)  # a check that does not depend on the key is made there
-        if op == "table":
-            return self.look_up(expr)
-        if op in ("group_begin", "group_end"):
-            return _Code(f"{self.group(*args)}.{op.removeprefix('group_')}", False)
-        values = [self.value(arg) for arg in args]
-        if op in ("and", "or", "xor", "not", "where"):
-            for arg in args[:1] if op == "where" else args:
-                self.want_truth(arg)
-        if op in ("floordiv", "mod"):
-            values[1] = self.divisor(expr, values[1])
-        return self.named(*_pointwise(op, values))
+        return None
 
     def named(self, text: str, is_bool: bool) -> _Code:
         name = f"v{len(self.lines)}"
         self.lines.append(f"const {'bool' if is_bool else 'Int'} {name} = {text};")
         return _Code(name, is_bool)
 
+    def pointwise(self, op: str, values: Sequence[_Code]) -> _Code:
+        return self.named(*_pointwise(op, values))
+
+    def place(self, key: str) -> _Code:
+        return self.named(key, False)
+
     def checks(self, expr: Expr) -> bool:
         """True if a check of `expr` is made here."""
         return self.makes_checks and (self.variable == "q" or "kv" in expr.variables)
 
-    def want_truth(self, expr: Expr) -> None:
-        if not self.value(expr).is_bool:
+    def want_truth(self, expr: Expr, value: _Code) -> None:
+        if not value.is_bool:
             text = self.writer.program.describe(expr)
             raise TypeError(f"`{text}` must be bool where it is a truth value, got integers")
 
     def divisor(self, quotient: Expr, value: _Code) -> _Code:
-        """The divisor of a quotient; checks that it is not zero, and makes it 1 where it is."""
-        writer, expr = self.writer, quotient.args[1]
+        expr = quotient.args[1]
         if _is_number(expr):
-            writer.source.divisors.append(expr)
+            self.writer.source.divisors.append(expr)
         if _is_number(expr) or expr.op == "int":
             return value
         if self.checks(quotient):
-            describe = partial(writer.words, preconditions.is_not_zero, expr)
-            check = writer.check(describe, "seqlen_q" if self.variable == "q" else "seqlen_k")
-            self.require(check, f"{value.text} != 0")
+            self.require(self.check(preconditions.is_not_zero, expr), f"{value.text} != 0")
         return self.named(f"{value.text} == 0 ? 1 : {value.text}", False)
 
-    def look_up(self, expr: Expr) -> _Code:
-        writer = self.writer
-        table, indices = expr.args[0], expr.args[1:]
-        first = next(words.first for words in writer.source.tables if words.table == table)
-        terms = []
-        for dim, index in enumerate(indices):
-            place = self.value(index).text
-            if not is_plain(expr):
-                place = self.index(expr, dim, f"c.word({first + 1 + 2 * dim})")
-            terms.append(f"{place} * c.word({first + 2 + 2 * dim})")
-        dtype = writer.dtypes[table]
+    def load(self, look_up: Expr, places: list[str] | None) -> _Code:
+        table, *indices = look_up.args
+        if places is None:
+            places = [index.args[0] for index in indices]
+        first, dtype = self.writer.first_word(table), self.writer.dtypes[table]
+        terms = [f"{place} * c.word({first + 2 + 2 * dim})" for dim, place in enumerate(places)]
         load = f"load<{ELEMENTS[dtype]}>(c.word({first}), {' + '.join(terms) or '0'})"
         return self.named(load, dtype == torch.bool)
 
-    def index(self, look_up: Expr, dim: int, size: str) -> str:
-        """The index of a look-up in a dimension; checks that there is such an entry."""
-        writer, wanted = self.writer, look_up.args[1 + dim]
+    def index(self, look_up: Expr, dim: int) -> str:
+        writer, table, wanted = self.writer, look_up.args[0], look_up.args[1 + dim]
+        size = f"c.word({writer.first_word(table) + 1 + 2 * dim})"
         place = self.named(f"wrapped({self.value(wanted).text}, {size})", False).text
         if self.checks(look_up):
-            text, table = writer.program.describe(look_up), look_up.args[0]
+            text = writer.program.describe(look_up)
             check = writer.check(
                 lambda shapes: preconditions.is_entry(text, shapes[table][dim]),
                 "seqlen_q" if self.variable == "q" else "seqlen_k",
@@ -432,19 +395,31 @@ class _Body:
             self.require(check, f"is_inside({place}, {size})")
         return self.named(f"clamped({place}, {size})", False).text
 
-    def group(self, keys: Expr, wanted: Expr) -> str:
-        """The name of the group of keys that hold the wanted value."""
+    def along_kv(self, keys: Expr) -> int:
+        return self.writer.index(keys)
+
+    def group(self, keys: Expr, wanted: Expr) -> _Searched:
         place = ("group", keys, wanted)
         if place not in self.known:
             index = self.writer.index(keys, is_searched=True)
             value = self.value(wanted).text
             name = f"v{len(self.lines)}"
             self.lines.append(f"const Group {name} = c.group({index}, entry, {value});")
-            self.known[place] = _Code(name, False)
-        return self.known[place].text
+            self.known[place] = _Searched(name, index)
+        return self.known[place]  # type: ignore[no-any-return]
+
+    def group_edge(self, group: _Searched, edge: str) -> _Code:
+        return _Code(f"{group.name}.{edge}", False)
 
 
-def _pointwise(op: str, values: list[_Code]) -> _Code:
+class _Searched(NamedTuple):
+    """The keys that a row wants, in C++, and the number of the index that they are found by."""
+
+    name: str
+    number: int
+
+
+def _pointwise(op: str, values: Sequence[_Code]) -> _Code:
     texts = [value.text for value in values]
     if op == "not":
         return _Code(f"!{texts[0]}", True)

@@ -6,15 +6,12 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.kernels.plan import Plan, PlanLayout, PlanTiles, shape_of, strides_of, unpack
 from magi_compile.kernels.sm90.forward.split_kv import cut_launch, size_of_splits
 from magi_compile.kernels.sm90.params import TILE_PLAN
-from magi_compile.kernels.sm90.planner import packed_plan
-from magi_compile.kernels.sm90.planner.packed_plan import Layout
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
@@ -40,7 +37,7 @@ def planner_variant(has_bits: bool = False) -> Variant:
 
 def plan_on_device(
     slices: AttnSlices, sizes: PlanTiles, problem: AttnProblem | None = None
-) -> list[Tensor]:
+) -> Plan:
     """The plan of `slices` on their GPU, on torch's current stream, in one piece of memory; nothing waits for the device.
 
     Args:
@@ -49,7 +46,7 @@ def plan_on_device(
         problem: for which tiles of the q walk are cut into splits; None: they stay whole.
 
     Returns:
-        The plan of `CudaKernel`.
+        The plan, packed.
 
     Raises:
         MaskDataError: where more slices overlap than the plan can hold; with a later call.
@@ -61,7 +58,7 @@ def plan_on_device(
     with on_device(device):
         call = _call(*lengths, slices.bits is not None, sizes, problem, device)
         packed, shape, _ = call.run([x.contiguous() for x in lists], device)
-    return packed_plan.unpack([packed, shape])
+    return unpack([packed, shape])
 
 
 # The buffers of the call: slices, then what it makes.
@@ -85,7 +82,7 @@ def _call(
         (room.padded.num_tiles, room.num_runs, room.num_edge_rows) for room in rooms
     )
     num_splits = size_of_splits(problem, seqlen_k, *q_counts[:2], device) if problem else 0
-    layout = Layout(*q_counts, num_splits, *k_counts)
+    layout = PlanLayout(*q_counts, num_splits, *k_counts)
     (flag,) = flag_addresses(device, [(q_room.padded.message, "")])
     offsets, num_scratch, walks = layout.offsets, 0, []
     for room, first in ((q_room, 0), (k_room, 4)):
@@ -109,10 +106,10 @@ def _call(
         tiles, runs, _, cut = (Pointer(_PACKED, 4 * x) for x in offsets[:4])
         counts = (*q_counts[:2], num_splits)
         launches.append(cut_launch((tiles, runs, cut), counts, sizes, problem, device.index))
-    shape = packed_plan.shape_of(sizes, layout)
+    shape = shape_of(sizes, layout)
     made = (
         Buffer.of((offsets[-1],), torch.int32),
-        Buffer(shape, packed_plan.strides_of(shape), torch.int32),
+        Buffer(shape, strides_of(shape), torch.int32),
         Buffer.of((num_scratch,), torch.int32),
     )
     return Call(made, tuple(launches))

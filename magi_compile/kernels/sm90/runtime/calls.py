@@ -179,22 +179,3 @@ def allocate(buffers: Sequence[Buffer], device: torch.device, stream: int) -> li
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
     """The addresses of tensors; 0 for those that are not there, or empty."""
     return [0 if x is None else x.data_ptr() for x in tensors]
-
-
-def part_of(base: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    """Some of the contiguous `base`, from an offset in elements on, as a tensor of which `base_of` knows that."""
-    stride = Buffer.of(shape, base.dtype).stride
-    part = base.as_strided(shape, stride, offset)
-    part.magi_part_of = (base, offset * base.dtype.itemsize)  # type: ignore[attr-defined]
-    return part
-
-
-def place_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """The tensor that it is a part of, or itself, and its offset there, in bytes."""
-    return getattr(tensor, "magi_part_of", (tensor, 0))
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that it is a part of, or None."""
-    base, _ = place_of(tensor)
-    return None if base is tensor else base

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -95,15 +96,16 @@ class Launcher:
     def _adopt(
         self, done: calls.LaunchedCall, tensors: Sequence[Tensor | None], results: Sequence[Tensor]
     ) -> None:
-        given, made = _places(done.given, tensors), _numbers(results, done.made)
-        if given is None or made is None:
+        given, found = _places(done.given, tensors), _results(results, done)
+        if given is None or found is None:
             return  # of copies, or completed behind the launches
+        made, buffers = found
         device = done.made[0].device
         with on_device(device):
             context = current_context()
         words = [_DEVICE_TYPES[device.type], device.index or 0, context]
-        words += [len(given), *(x for place in given for x in place), len(done.call.made)]
-        for buffer in done.call.made:
+        words += [len(given), *(x for place in given for x in place), len(buffers)]
+        for buffer in buffers:
             sizes = (len(buffer.shape), *buffer.shape, *buffer.stride)
             words += [_DTYPES[buffer.dtype], buffer.zeros, *sizes]
         words += [len(made), *made, len(done.call.launches)]
@@ -156,11 +158,21 @@ def _tensors_of(arguments: Sequence[Any]) -> list[Tensor | None]:
     return tensors
 
 
-def _numbers(results: Sequence[Tensor], made: Sequence[Tensor]) -> list[int] | None:
-    """Which of the tensors made each result is; None if one is another tensor."""
-    where = {id(x): i for i, x in enumerate(made)}
-    numbers = [where.get(id(x), -1) for x in results]
-    return None if -1 in numbers else numbers
+def _results(
+    results: Sequence[Tensor], done: calls.LaunchedCall
+) -> tuple[list[int], list[calls.Buffer]] | None:
+    """Which of the buffers made each result is, and these buffers, with those of results without elements behind them; None if a
+    result is another tensor."""
+    where = {id(x): i for i, x in enumerate(done.made)}
+    numbers, buffers = [], list(done.call.made)
+    for result in results:
+        if id(result) not in where and result.numel():
+            return None
+        if id(result) not in where:
+            where[id(result)] = len(buffers)
+            buffers.append(calls.Buffer.of(result.shape, result.dtype))
+        numbers.append(where[id(result)])
+    return numbers, buffers
 
 
 def _places(
@@ -169,16 +181,27 @@ def _places(
     """Which of others each of `tensors` is, or is a part of, and where it begins there, in bytes; (-1, 0) for None. None if one
     is not among them."""
     where = {id(x): i for i, x in enumerate(among) if x is not None}
+    memories = Counter(_memory(x) for x in among if x is not None)
+    of_memory = {_memory(x): i for i, x in enumerate(among) if x is not None}
     places = []
     for tensor in tensors:
         if tensor is None or tensor.numel() == 0:
             places.append((-1, 0))
-            continue
-        base, offset = calls.place_of(tensor)
-        if id(base) not in where:
+        elif id(tensor) in where:
+            places.append((where[id(tensor)], 0))
+        elif (
+            memories[_memory(tensor)] == 1
+        ):  # a part of that one, because no other argument leads there
+            whole = among[of_memory[_memory(tensor)]]
+            assert whole is not None
+            places.append((of_memory[_memory(tensor)], tensor.data_ptr() - whole.data_ptr()))
+        else:
             return None
-        places.append((where[id(base)], offset))
     return places
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @cache

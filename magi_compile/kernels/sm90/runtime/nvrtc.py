@@ -54,7 +54,7 @@ def compile_variant(variant: Variant) -> bytes:
         The bytes of the cubin.
 
     Raises:
-        CompileError: if the compiler refuses the source, spills registers or serialises wgmma.
+        CompileError: if the compiler refuses the source, serialises wgmma, or spills registers and `may_spill` is False.
     """
     name = f"{variant.entry}_{_key(variant)}.cubin"
     kept = cubin_cache.read(name)
@@ -119,7 +119,7 @@ def source_dir() -> Path:
 def _options(variant: Variant) -> list[str]:
     return [
         f"--gpu-architecture={ARCH}",
-        "-std=c++17",
+        "-std=c++20",
         "--fmad=false" if variant.is_exact else "--use_fast_math",
         f"-I{source_dir()}",
         "--ptxas-options=-v",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.sm90.runtime.calls import Buffer
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.kernels.sm90.scores.source import MOST_POSITIONS, ScoreSource, score_source
 from magi_compile.plan.tiles import Walk
@@ -18,32 +16,18 @@ from magi_compile.score.program import ScoreCall
 _MOST_ELEMENTS = 2**31 - 1  # of a captured tensor: places in it are int32
 
 
-class WantedTables(NamedTuple):
-    """The captured tensors whose gradients are wanted: their numbers, and the q walk of the plan, over which they are added up."""
-
-    numbers: Sequence[int]
-    walk: Walk
-
-
 class TableGradients(NamedTuple):
     """Gradients of captured tensors as calls are prepared for them.
 
     Attributes:
         source: of the program, with gradients.
-        shapes: of the tensors that are wanted.
-        sums: for each look-up that has a gradient, which of these it reads.
+        sums: for each look-up that has a gradient, which of the tensors behind those of the call it is added to.
         num_tiles: of the q walk.
     """
 
     source: ScoreSource
-    shapes: tuple[torch.Size, ...]
     sums: tuple[int, ...]
     num_tiles: int
-
-    @property
-    def made(self) -> tuple[Buffer, ...]:
-        """The gradients, in fp32, which begin with zeros."""
-        return tuple(Buffer.of(shape, torch.float32, zeros=shape.numel()) for shape in self.shapes)
 
 
 class ScoreArguments(NamedTuple):
@@ -83,7 +67,7 @@ def score_arguments(
     problem: AttnProblem,
     total_q: int,
     total_k: int,
-    wanted: WantedTables | None = None,
+    q_walk: Walk | None = None,
 ) -> tuple[ScoreArguments, list[Tensor]]:
     """The arguments of the kernels, and the captured tensors that they read, contiguous.
 
@@ -92,10 +76,11 @@ def score_arguments(
         problem: what to compute.
         total_q: rows of the packed queries.
         total_k: rows of the packed keys.
-        wanted: whose gradients are wanted, if any are.
+        q_walk: that of the plan, over which gradients add up; None in a forward.
 
     Returns:
-        The arguments, and the tensors in the order in which the source reads them; behind the q walk, if gradients are wanted.
+        The arguments, and the tensors in the order in which the source reads them; behind the sums of gradients and the q walk, if
+        gradients are wanted.
 
     Raises:
         NotImplementedError: a captured tensor has 2**31 elements or more.
@@ -130,14 +115,14 @@ def score_arguments(
         source, (seqlen_q, score.nheads), (seqlen_k, heads_k), tuple(words[: source.num_words])
     )
     read = [x if x.numel() else torch.zeros_like(x) for x in used]
-    if wanted is None or not wanted.numbers:
+    if q_walk is None or not score.sums:
         return found, read
-    numbers = tuple(wanted.numbers)
+    numbers = tuple(score.sums)
     with_gradients = score_source(*kinds, **facts, wanted=numbers)
+    behind = [*score.sums.values(), *q_walk, *read]
     gradients = TableGradients(
         with_gradients,
-        tuple(tables[number].shape for number in numbers),
-        tuple(numbers.index(number) for number in with_gradients.sums),
-        wanted.walk.tiles.shape[0],
+        tuple(numbers.index(number) - len(behind) for number in with_gradients.sums),
+        q_walk.tiles.shape[0],
     )
-    return found._replace(gradients=gradients), [*wanted.walk, *read]
+    return found._replace(gradients=gradients), behind

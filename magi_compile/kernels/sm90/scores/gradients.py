@@ -35,14 +35,12 @@ class GradientsPlaces(NamedTuple):
         lse: of the rows.
         stats: the statistics of the backward.
         bits: the bit blocks of the mask, if it has some.
-        first_sum: the first of the gradients.
     """
 
     tensors: tuple[int, int, int, int]
     lse: int
     stats: Pointer
     bits: int
-    first_sum: int
 
 
 @cache
@@ -110,7 +108,7 @@ def table_gradients_launch(
         runs=runs,
         edges=edges,
         bits=Pointer(places.bits) if problem.has_bits else None,
-        sums=[Pointer(places.first_sum + number) for number in gradients.sums],
+        sums=[Pointer(number) for number in gradients.sums],
         schedule=schedule | {"tiles": tiles, "ticket": None},
         total_q=total_q,
         padded_q=-(-total_q // DQ_GROUP_ROWS) * DQ_GROUP_ROWS,

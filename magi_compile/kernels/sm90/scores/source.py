@@ -7,7 +7,7 @@
                                       static __device__ float score(...)   the rest
                                       static __device__ float slope(...)   how the new score changes with the old one
 
-It computes what PyTorch does, in its dtypes (`masks/pointwise.py`); numbers of 16 bits are floats that are rounded. Integers of 32 bits
+It computes what PyTorch does, in its dtypes (`codegen/pointwise.py`); numbers of 16 bits are floats that are rounded. Integers of 32 bits
 that positions are made of are floats from the start where they become such: below 2^24 that is the same number, and saves a conversion
 for each pair. A look-up out of bounds gives 0.
 """
@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from magi_compile import _compat
-from magi_compile.kernels.sm90.masks.lazy import (
+from magi_compile.functions.names import INDICES, name_of
+from magi_compile.functions.operators import OPERATORS
+from magi_compile.kernels.sm90.codegen.lazy import (
     Body,
     Lazy,
     Number,
@@ -32,27 +33,19 @@ from magi_compile.kernels.sm90.masks.lazy import (
     pointwise_of,
     variables_of,
 )
-from magi_compile.kernels.sm90.masks.operations import Operations
-from magi_compile.kernels.sm90.masks.pointwise import (
-    FILLS,
-    IN_RESULT,
+from magi_compile.kernels.sm90.codegen.operations import MUL, Operations, filled
+from magi_compile.kernels.sm90.codegen.pointwise import (
     UnknownOperation,
     element,
     is_float,
     literal,
 )
-from magi_compile.kernels.sm90.masks.pointwise import cast as plain_cast
-from magi_compile.masks.program.names import name_of
-from magi_compile.masks.program.source import INDICES, parameters
+from magi_compile.kernels.sm90.codegen.pointwise import cast as plain_cast
+from magi_compile.score.graphs import score_graphs
 from magi_compile.score.program import Look, ScoreProgram
 
 # Floats of 16 bits, as C++ calls them; what is computed of them is a float.
 _SHORT = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Functions of floats, in the dtype of the result.
-_FUNCTIONS = (
-    *("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "erf", "tanh", "sigmoid"),
-    "rsqrt",
-)
 _SYMBOLIC = {"add": "+", "sub": "-", "mul": "*"}
 # Below this, integers are the same numbers as floats.
 MOST_POSITIONS = 2**24
@@ -118,21 +111,15 @@ class _Whole(NamedTuple):
 
 # Operations of whole numbers that are the same of floats, and the range of their results.
 _Range = Callable[[list[tuple[int, int]]], tuple[int, int]]
-_RANGES: dict[Callable[[Sequence[str]], str], _Range] = {
-    IN_RESULT["add"]: lambda x: (x[0][0] + x[1][0], x[0][1] + x[1][1]),
-    IN_RESULT["sub"]: lambda x: (x[0][0] - x[1][1], x[0][1] - x[1][0]),
-    IN_RESULT["rsub"]: lambda x: (x[1][0] - x[0][1], x[1][1] - x[0][0]),
-    IN_RESULT["neg"]: lambda x: (-x[0][1], -x[0][0]),
-    IN_RESULT["abs"]: lambda x: (0, max(abs(x[0][0]), abs(x[0][1]))),
-    IN_RESULT["mul"]: lambda x: _ends([a * b for a in x[0] for b in x[1]]),
-    **{
-        IN_RESULT[name]: lambda x: (max(x[0][0], x[1][0]), max(x[0][1], x[1][1]))
-        for name in ("maximum", "clamp_min")
-    },
-    **{
-        IN_RESULT[name]: lambda x: (min(x[0][0], x[1][0]), min(x[0][1], x[1][1]))
-        for name in ("minimum", "clamp_max")
-    },
+_RANGES: dict[str, _Range] = {
+    OPERATORS["add"].cuda: lambda x: (x[0][0] + x[1][0], x[0][1] + x[1][1]),
+    OPERATORS["sub"].cuda: lambda x: (x[0][0] - x[1][1], x[0][1] - x[1][0]),
+    OPERATORS["rsub"].cuda: lambda x: (x[1][0] - x[0][1], x[1][1] - x[0][0]),
+    OPERATORS["neg"].cuda: lambda x: (-x[0][1], -x[0][0]),
+    OPERATORS["abs"].cuda: lambda x: (0, max(abs(x[0][0]), abs(x[0][1]))),
+    MUL: lambda x: _ends([a * b for a in x[0] for b in x[1]]),
+    OPERATORS["maximum"].cuda: lambda x: (max(x[0][0], x[1][0]), max(x[0][1], x[1][1])),
+    OPERATORS["minimum"].cuda: lambda x: (min(x[0][0], x[1][0]), min(x[0][1], x[1][1])),
 }
 
 
@@ -141,6 +128,8 @@ def _ends(values: list[int]) -> tuple[int, int]:
 
 
 class _Writer(Operations):
+    is_approximate = True
+
     def __init__(
         self,
         program: ScoreProgram,
@@ -163,16 +152,7 @@ class _Writer(Operations):
         self.tables = tuple(sorted({look.table for look in program.looks}))
         self.words = {table: self.reserve(1 + 2 * ranks[table]) for table in self.tables}
         first_symbol = self.reserve(program.num_symbols)
-        self.mode = _compat.symbolic_fake_mode()
-        with self.mode:
-            kinds = {
-                **dict.fromkeys(("score", "g"), torch.float32),
-                **dict.fromkeys(INDICES, torch.int32),
-                **{look.name: dtypes[look.table] for look in program.looks},
-            }
-            self.examples: dict[str, Any] = {
-                name: torch.empty((), dtype=dtype, device="cpu") for name, dtype in kinds.items()
-            }
+        self.graphs = score_graphs(program, tuple(dtypes))
         one = Number(torch.float32, frozenset(), lambda _: "1.f", is_short=True)
         self.inputs = {
             "score": _variable("score", torch.float32, "score"),
@@ -180,7 +160,6 @@ class _Writer(Operations):
             **{name: self.index(name, has_short_sequences) for name in INDICES},
         }
         for i in range(program.num_symbols):
-            self.examples[f"s{i}"] = _compat.symbolic_int(self.mode, f"s{i}")
             self.inputs[f"s{i}"] = _constant(torch.int64, f"c.word({first_symbol + i})")
         for look in program.looks:
             self.inputs[look.name] = self.look_up(look)
@@ -289,43 +268,33 @@ class _Writer(Operations):
 
     # Functions of the program
 
-    def graph(self, name: str) -> tuple[GraphModule, list[str]]:
-        """The operations of a function, and what it takes."""
-        function = self.program.functions[name]
-        names = parameters(function)
-        given = [self.examples[name] for name in names]
-        traced = _compat.traced_to_aten(
-            lambda *args: function(*args), given, self.mode, decompose=True
-        )
-        return traced, names
-
     def result_of(self, name: str) -> Lazy:
-        traced, names = self.graph(name)
+        graph, names = self.graphs.of(name)
         left = iter(names)
-        for node in traced.graph.nodes:
+        for node in graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = _lazy(self.inputs[next(left)])
             elif node.op == "call_function":
                 self.values[node] = self.value(node)
             elif node.op != "output":
                 raise UnknownOperation(f"`{node.op} {node.target}`")
-        result: Any = traced.graph.output_node().args[0]
+        result: Any = graph.output_node().args[0]
         if not isinstance(result, Node):
             return _lazy(self.scalar(result, torch.float32 if "d_" in name else torch.int64))
         return self.values[result]
 
     def is_shift(self) -> bool:
         """True if the score is a sum of the old one and of what does not depend on it."""
-        traced, names = self.graph("score")
+        graph, names = self.graphs.of("score")
         if "score" not in names:
             return False
-        placeholders = traced.graph.find_nodes(op="placeholder")
+        placeholders = graph.find_nodes(op="placeholder")
         old = placeholders[names.index("score")]
         depends = {old}
-        for each in traced.graph.nodes:
+        for each in graph.nodes:
             if any(x in depends for x in each.all_input_nodes):
                 depends.add(each)
-        node: Any = traced.graph.output_node().args[0]
+        node: Any = graph.output_node().args[0]
         while node is not old:
             terms = [x for x in node.args if isinstance(x, Node) and x in depends]
             name = name_of(node.target)
@@ -522,23 +491,25 @@ class _Writer(Operations):
         args: Sequence[Any],
         within: torch.dtype,
         dtype: torch.dtype,
-        make: Callable[[Sequence[str]], str],
+        spelling: str,
     ) -> Lazy:
         operands = [self.operand(argument, within) for argument in args]
         if dtype in _SHORT:
             short = _SHORT[dtype]
-            rounded = pointwise_of(
-                (), operands, dtype, lambda texts: f"rounded_to<{short}>({make(texts)})"
-            )
+            rounded = pointwise_of((), operands, dtype, f"rounded_to<{short}>({spelling})")
             return _lazy(rounded.at(()))
-        found = _lazy(pointwise_of((), operands, dtype, make).at(()))
+        found = _lazy(pointwise_of((), operands, dtype, spelling).at(()))
         wholes = [self.wholes.get(operand.at(())) for operand in operands]
         known = [whole for whole in wholes if whole is not None]
-        if make in _RANGES and dtype in (torch.int32, torch.int64) and len(known) == len(wholes):
-            low, high = _RANGES[make]([(whole.low, whole.high) for whole in known])
+        if (
+            spelling in _RANGES
+            and dtype in (torch.int32, torch.int64)
+            and len(known) == len(wholes)
+        ):
+            low, high = _RANGES[spelling]([(whole.low, whole.high) for whole in known])
             if max(-low, high) < MOST_POSITIONS:
                 floats = [_lazy(whole.as_float) for whole in known]
-                as_float = pointwise_of((), floats, torch.float32, make).at(())
+                as_float = pointwise_of((), floats, torch.float32, spelling).at(())
                 self.wholes[found.at(())] = _Whole(as_float, low, high)
         return found
 
@@ -547,11 +518,9 @@ class _Writer(Operations):
         name, example = name_of(node.target), node.meta["val"]
         if not isinstance(example, Tensor):
             return self.of_symbols(name, node)
-        if name in FILLS:
-            place, value = FILLS[name]
-            return _lazy(
-                self.scalar(node.args[place] if place is not None else value, example.dtype)
-            )
+        value = filled(name, node)
+        if value is not None:
+            return _lazy(self.scalar(value, example.dtype))
         if name == "expand":
             return self.tensor(node.args[0])  # type: ignore[arg-type]
         return self.pointwise(name, node)
@@ -567,31 +536,16 @@ class _Writer(Operations):
         ]
         return _lazy(_constant(torch.int64, f"({texts[0]} {_SYMBOLIC[name]} {texts[1]})"))
 
-    def pointwise(self, name: str, node: Node) -> Lazy:
-        dtype = node.meta["val"].dtype
-        if name in _FUNCTIONS and is_float(dtype):
-            make = _called(f"ops::{name}")
-            return self.combined(node, node.args, dtype, dtype, make)
-        if name == "relu":
-            return self.combined(node, (node.args[0], 0), dtype, dtype, IN_RESULT["maximum"])
-        if name == "sgn":
-            name = "sign"
-        return super().pointwise(name, node)
-
     def power(self, node: Node, dtype: torch.dtype) -> Lazy:
         base, exponent = node.args
         if is_float(dtype) and exponent in (0, 1, 2, 3, 4):
             found = self.operand(base if exponent else 1.0, dtype)
             for _ in range(int(exponent) - 1):  # type: ignore[arg-type]
-                found = self.combined(node, (found, base), dtype, dtype, IN_RESULT["mul"])
+                found = self.combined(node, (found, base), dtype, dtype, MUL)
             return found
         if is_float(dtype) and exponent == 0.5:
-            return self.combined(node, (base,), dtype, dtype, IN_RESULT["sqrt"])
+            return self.combined(node, (base,), dtype, dtype, OPERATORS["sqrt"].cuda)
         return super().power(node, dtype)
-
-
-def _called(name: str) -> Callable[[Sequence[str]], str]:
-    return lambda texts: f"{name}({', '.join(texts)})"
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:

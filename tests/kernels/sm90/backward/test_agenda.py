@@ -11,13 +11,17 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
+from magi_compile.kernels.heuristics import AGENDA_NUMBERS
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import MASKS, Case, one, varlen
 from tests.kernels.support.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
-LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
+LEAST_VISITS, LEAST_VISITS_IN_STEP = (
+    AGENDA_NUMBERS[name] for name in ("least_visits", "least_visits_in_step")
+)
+SHARE_OF_FEW = AGENDA_NUMBERS["share_of_few"]
 LATEST_END = 2.25  # see `end_of`: a few short walks for many thread blocks are the worst
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ8i")
@@ -34,15 +38,15 @@ struct Config {
     static constexpr bool kIsDeterministic = false, kHandsOn = true;
     static constexpr int kCtas = 1;
     struct Params {
-        ffa::Agenda agenda;
+        ffa::backward::Agenda agenda;
     };
 };
 
-using Writer = ffa::AgendaWriter<64, 8>;
+using Writer = ffa::backward::AgendaWriter<64, 8>;
 
 extern "C" void write_agenda(const Writer::Params* params, int* order_of_dq) {
     launch(1, 256, [=] {
-        const ffa::DqOrder order = Writer(*params).write();
+        const ffa::backward::DqOrder order = Writer(*params).write();
         order_of_dq[0] = order.heads_of_turn, order_of_dq[1] = order.passes;
     });
 }
@@ -52,7 +56,7 @@ extern "C" int read_agenda(const Writer::Params* params, int (*items)[4]) {
     int count = 0;
     launch(params->num_blocks, 1, [=, &count] {
         const Config::Params lists{params->agenda};
-        for (ffa::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
+        for (ffa::backward::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
             int* const item = items[count++];
             item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
             item[3] = reader.wave_in_step();
@@ -100,9 +104,9 @@ class Agenda(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compile_library(
-        tmp_path_factory, SOURCE, "-O1 -pthread", {"common/ptx.cuh": "queue_ptx.cuh"}
-    )
+    numbers = " ".join(f"-DFFA_{name.upper()}={value}" for name, value in AGENDA_NUMBERS.items())
+    options, replaced = f"-O1 -pthread {numbers}", {"common/ptx.cuh": "queue_ptx.cuh"}
+    return compile_library(tmp_path_factory, SOURCE, options, replaced)
 
 
 def unwritten(num_words: int) -> torch.Tensor:
@@ -252,10 +256,13 @@ def check_parts_of_few(places: list[Place], sizes: Sizes) -> None:
         if place.num_parts > 1:
             assert place.num_parts <= free
             free -= place.num_parts
-        elif place.visits(sizes) > 1.5 * share and sizes.group > 1:
+        elif place.visits(sizes) > SHARE_OF_FEW * share and sizes.group > 1:
             free = 0  # nor is there room for anybody behind
         if free > 0 and place.num_parts < sizes.group:
-            assert place.visits(sizes) <= 1.5 * share
+            assert place.visits(sizes) <= SHARE_OF_FEW * share
+        fewer = max((n for n in divisors(sizes) if n < place.num_parts), default=None)
+        if fewer is not None:
+            assert place._replace(num_parts=fewer).visits(sizes) > SHARE_OF_FEW * share - 1
 
 
 def end_of(places: list[Place], sizes: Sizes) -> float:
@@ -349,9 +356,9 @@ def test_few_tiles_of_one_section(case, num_blocks, group, library):
     check(library, case, Sizes(group, num_blocks, heads_per_section=4))
 
 
-@pytest.mark.parametrize(("num_blocks", "parts"), [(64, 1), (66, 1), (60, 4), (48, 2), (43, 2)])
-def test_ragged_waves_of_equal_tiles_are_in_parts(num_blocks, parts, library):
-    """16 tiles of 32 blocks for 4 heads: in parts where a part of a wave would keep the others waiting."""
+@pytest.mark.parametrize(("num_blocks", "parts"), [(22, 1), (96, 1), (97, 2), (192, 2), (193, 4)])
+def test_parts_of_few_equal_tiles(num_blocks, parts, library):
+    """16 tiles of 32 blocks for 4 heads: as few parts as it takes for none to be longer than one and a half shares."""
     entries = check(library, one(MaskType.FULL, 2048), Sizes(8, num_blocks, heads_per_section=4))
     assert {x.num_parts for x in entries} == {parts}
 

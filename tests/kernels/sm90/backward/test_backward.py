@@ -8,6 +8,7 @@ import torch
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
 from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
+from magi_compile.kernels.plan import pack, unpack
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import (
@@ -271,7 +272,8 @@ def test_plans_from_the_host_and_from_the_device_agree(kernel):
     backward = Backward(kernel, replace(MASKS[-1], heads=HEADS[2]))
     device = backward()
     host = kernel.plan(replace(MASKS[-1], heads=HEADS[2]).slices(), backward.problem)
-    backward.plan = [tensor.cuda() for tensor in host]
+    memory, shape = pack(host)
+    backward.plan = unpack([memory.cuda(), shape])
     assert_same(device, backward())
 
 

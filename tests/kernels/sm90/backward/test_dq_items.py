@@ -15,9 +15,9 @@ SOURCE = """
 #include "backward/dq_convert.cuh"
 
 extern "C" int items(int row_groups, int num_heads, int heads_of_turn, int group, int passes, int (*to)[2]) {
-    const ffa::DqItems items{{nullptr, row_groups}, nullptr, 0, num_heads, group, 1.f};
+    const ffa::backward::DqItems items{{nullptr, row_groups}, nullptr, 0, num_heads, group, 1.f};
     for (int i = 0; i < items.count(); ++i) {
-        const ffa::DqItem item = items.item(i, {heads_of_turn, passes});
+        const ffa::backward::DqItem item = items.item(i, {heads_of_turn, passes});
         to[i][0] = item.head, to[i][1] = item.group;
     }
     return items.count();

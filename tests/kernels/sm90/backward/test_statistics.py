@@ -11,7 +11,7 @@ from tests.kernels.support.cpp import ON_A_CPU, compile_library
 
 SOURCE = """
 #include "common/ptx.cuh"
-#include "backward/statistics.cuh"
+#include "common/statistics.cuh"
 
 extern "C" void split(const float* values, int count, unsigned short (*terms)[3]) {
     for (int i = 0; i < count; ++i) {

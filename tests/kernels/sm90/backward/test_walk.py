@@ -23,9 +23,9 @@ using std::min;
 #include "backward/walk.cuh"
 
 extern "C" int walk(const int* run, int num_groups, bool is_ascending, int (*visits)[3]) {
-    const ffa::RunWalk<64> walk{*reinterpret_cast<const ffa::Run*>(run), num_groups, is_ascending};
+    const ffa::backward::RunWalk<64> walk{*reinterpret_cast<const ffa::Run*>(run), num_groups, is_ascending};
     for (int left = walk.num_visits(); left-- > 0; ++visits) {
-        const ffa::Visit visit = walk.visit(left);
+        const ffa::backward::Visit visit = walk.visit(left);
         (*visits)[0] = visit.col, (*visits)[1] = visit.group, (*visits)[2] = walk.is_masked(visit.col);
     }
     return walk.num_visits();

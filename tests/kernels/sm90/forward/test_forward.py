@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from magi_compile.kernels.base import ForwardOutput, new_max_scores
+from magi_compile.kernels.plan import pack, unpack
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
@@ -92,7 +93,7 @@ def test_max_scores_of_rows_in_splits(kernel, heads, softcap):
     problem = replace(case.problem(torch.bfloat16, "cuda"), has_max_scores=True)
     inputs, slices = case.inputs(torch.bfloat16, "cuda"), case.slices("cuda")
     plan = kernel.plan(slices, problem)
-    assert plan[3].shape[0] > 0, "no tile is cut in splits"
+    assert plan.splits.shape[0] > 0, "no tile is cut in splits"
     max_scores = new_max_scores(inputs.q)
     result = kernel.forward(*inputs[:3], slices, plan, problem, max_scores=max_scores)
     assert_attention_close(result, inputs, slices, problem)
@@ -146,7 +147,8 @@ def test_long_sequences(kernel, lengths, heads):
 def test_plans_from_the_host_and_from_the_device_agree(kernel):
     case = replace(MASKS[-1], heads=HEADS[2])
     problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
-    host = [t.cuda() for t in kernel.plan(case.slices(), problem)]
+    memory, shape = pack(kernel.plan(case.slices(), problem))
+    host = unpack([memory.cuda(), shape])
     device = kernel.plan(case.slices("cuda"), problem)
     q, k, v = inputs.q, inputs.k, inputs.v
     slices = case.slices("cuda")

@@ -181,7 +181,7 @@ def run_early(compiled, monkeypatch):
     def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
         tiles = plan_tiles(problem)
         walk = build_tile_plan(local_and_remote(slices, cut), **tiles._asdict(), exact=False)
-        plan = early.split_plan(walk.q_walk, tiles, cut + 1)
+        plan = early.early_plan(walk.q_walk, tiles, cut + 1)
         # As they arrive: side by side, and there are others behind.
         rows, heads, columns = (
             len(inputs.k) - cut,

@@ -9,7 +9,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.overlap import EarlyKernel
-from magi_compile.kernels.sm90.forward.overlap import NO_SPLIT, TILES_OF_A_SPLIT, split_plan
+from magi_compile.kernels.sm90.forward.overlap import NO_SPLIT, TILES_OF_A_SPLIT, early_plan
 from magi_compile.kernels.sm90.kernel import CudaKernel
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
@@ -69,7 +69,7 @@ def test_the_lists_make_up_the_plan(case, exact):
     slices = local_and_remote(case.slices(), case.seqlen_k // 2)
     remote_begin, sizes = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
     plan = build_tile_plan(slices, **SIZES._asdict(), exact=exact)
-    split = split_plan(plan.q_walk, SIZES, remote_begin)
+    split = early_plan(plan.q_walk, SIZES, remote_begin)
     local, local_visits = computed(split.local_tiles, split.runs, split.edges, *sizes)
     remote, remote_visits = computed(split.remote_tiles, split.runs, split.edges, *sizes)
     splits, split_visits = computed(split.split_tiles, split.runs, split.edges, *sizes)
@@ -107,7 +107,7 @@ def test_the_longest_splits_come_first():
         [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
     )
     plan = build_tile_plan(slices, **SIZES._asdict())
-    split = split_plan(plan.q_walk, SIZES, 641)
+    split = early_plan(plan.q_walk, SIZES, 641)
     assert split.split_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
 
 

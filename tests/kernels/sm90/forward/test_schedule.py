@@ -13,7 +13,7 @@ from tests.kernels.support.cpp import ON_A_CPU, compile_library
 
 SOURCE = """
 #include "common/ptx.cuh"
-#include "forward/scheduler.cuh"
+#include "common/scheduler.cuh"
 
 // One block after another draws until it finds nothing, or padding, from where it goes on behind the section.
 extern "C" int draw(const ffa::Schedule* schedule, int num_filled, int num_blocks, int (*items)[2]) {

@@ -10,7 +10,6 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.sm90 import CudaKernel
 from magi_compile.kernels.sm90.forward.launch import forward as forward_whole
 from magi_compile.masks.slices import MaskType
-from magi_compile.plan.tiles import Walk
 from magi_compile.testing.cases import Case, Heads, one, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BitCase, random_table
@@ -75,8 +74,8 @@ def forward(kernel, inputs, slices, problem):
 
 
 def num_splits(plan):
-    q_tiles, q_runs, _, splits, *_ = plan
-    return sum(SplitWalk.of(q_tiles, q_runs, splits).splits_of_cuts)
+    tiles, runs, _ = plan.q_walk
+    return sum(SplitWalk.of(tiles, runs, plan.splits).splits_of_cuts)
 
 
 def assert_same(expected, actual):
@@ -141,15 +140,14 @@ def test_whole_tiles_do_as_without_room_for_splits(kernel):
     """The tiles of a window are too short to be cut, though there is room."""
     slices, problem, inputs = prepared(replace(sliding_window(3600, 300), heads=HEADS[128]))
     plan = kernel.plan(slices, problem)
-    *q_walk, splits, _, _, _, _ = plan
-    assert splits.numel() > 0
+    assert plan.splits.numel() > 0
     assert num_splits(plan) == 0
     assert_same(
-        forward_whole(inputs[:3], Walk(*q_walk), problem),
+        forward_whole(inputs[:3], plan.q_walk, problem),
         kernel.forward(*inputs[:3], slices, plan, problem),
     )
 
 
 def test_no_room_for_splits_where_tiles_are_many(kernel):
     slices, problem, _ = prepared(replace(LONG, heads=Heads(64, 8, 128, 128)))
-    assert kernel.plan(slices, problem)[3].numel() == 0
+    assert kernel.plan(slices, problem).splits.numel() == 0

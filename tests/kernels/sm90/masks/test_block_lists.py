@@ -12,7 +12,7 @@ from magi_compile.kernels.sm90.masks import mask_slices
 from magi_compile.kernels.sm90.masks.mask_slices import Sizes, lists_variant
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.masks import MaskProgram, row_intervals
-from magi_compile.masks.block_lists import BlockLists, visible_blocks
+from magi_compile.masks.evaluation.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.evaluation.sizes import Heads
 from tests.kernels.support.cpp import compile_library
 

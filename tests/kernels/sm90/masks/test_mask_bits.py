@@ -12,18 +12,18 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile import MaskDataError, _checks
+from magi_compile.functions import guards
+from magi_compile.functions.text import in_ops, mask_mod_of, names_of_captures
+from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.masks import mask_bits
 from magi_compile.kernels.sm90.masks.bits_source import bits_source
 from magi_compile.kernels.sm90.masks.mask_graph import mask_graph
-from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.runtime import calls, nvrtc
 from magi_compile.masks import AttnSlices, MaskProgram
 from magi_compile.masks.bits import FIRST_BITS
-from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, Listed, slices_with_bits
-from magi_compile.masks.program import look_ups
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.program.read import read_mask_mod
-from magi_compile.masks.program.source import in_ops, mask_mod_of, names_of_captures
 from tests.kernels.support.cpp import compile_library
 from tests.masks.support.mask_mods import MASK_MODS
 from tests.programs import random_functions
@@ -204,7 +204,7 @@ HOW = ("kNone", "kAgree", "kDecide")
 TRAPS = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
 REPLACED = {
     "common/block.cuh": "one_thread.cuh",
-    "masks/lanes.cuh": "lanes_of_one_thread.cuh",
+    "common/lanes.cuh": "lanes_of_one_thread.cuh",
 }
 
 
@@ -268,7 +268,7 @@ def assert_same(actual: AttnSlices, wanted: AttnSlices) -> None:
 
 def assert_right(case, run, monkeypatch):
     """The same as tensor operations: slices, bits and errors."""
-    monkeypatch.setattr(look_ups, "is_needed", lambda device: True)
+    monkeypatch.setattr(guards, "is_needed", lambda device: True)
     try:
         wanted = by_tensors(case)
     except MaskDataError as error:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from magi_compile.functions.text import functions
+from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.masks.mask_graph import mask_graph
-from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
-from magi_compile.masks.program.source import functions
 
 CPU = torch.device("cpu")
 

@@ -113,7 +113,7 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     remote = [torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2)]
     slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
     walk = build_tile_plan(slices, **plan_tiles(PROBLEM)._asdict())
-    plan = early.split_plan(walk.q_walk, plan_tiles(PROBLEM), remote_begin=257)
+    plan = early.early_plan(walk.q_walk, plan_tiles(PROBLEM), remote_begin=257)
     steps = early.EarlyForward(q, (k, v), remote, plan, PROBLEM)
     steps.begin()
     with steps.beside():

@@ -104,8 +104,8 @@ def test_max_scores(name, mask, kernel):
     )
     packed = [call.packed(x) for x in (q, k, v)]
     found = new_max_scores(packed[0])
-    given = (call.slices, call.plan, call.problem, call.score)
-    kernel.scored_forward(*packed, *given, max_scores=found)
+    given = (call.slices, call.plan, call.problem)
+    kernel.forward(*packed, *given, score=call.score, max_scores=found)
     scores = q.double() @ k.double().repeat_interleave(NHEADS // NHEADS_KV, 1).mT * 64**-0.5
     grid = [torch.arange(size) for size in scores.shape]
     scores = case.make(*captures)(scores, *torch.meshgrid(*grid, indexing="ij"))

@@ -1,0 +1,51 @@
+// A block of keys on its way through the rings of a kernel that walks by queries: what rows see of it.
+#pragma once
+
+#include "common/bits.cuh"
+#include "common/mask.cuh"
+#include "common/ptx.cuh"
+#include "common/tile_plan.cuh"
+
+namespace ffa {
+
+// What the producer says about a block of K.
+struct alignas(16) KeyBlock {
+    Run run;   // only at an edge of the run, where a row may not see every column
+    int first;
+    uint32_t is_edge;
+};
+
+// What a warpgroup sees of a block, of whose tile it has `kRows` rows; the same to all lanes of a warp.
+template <class Config, bool kHasStairs, class TileRows>
+__device__ __forceinline__ Visibility visibility_of_block(const KeyBlock& block, const typename Config::Params& params,
+                                                          const TileRows& tile, int warpgroup) {
+    if (!__any_sync(0xffffffff, block.is_edge)) {
+        return kAll;
+    }
+    const int row_begin = tile.row_begin + warpgroup * Config::kRows;
+    const int row_end = min(row_begin + Config::kRows, tile.row_end);
+    Visibility sees =
+        visibility<kHasStairs>(block.run, params.edges, row_begin, row_end, block.first, Config::kBlockCols);
+    if constexpr (Config::kHasBits) {
+        if (sees != kNothing && has_bits(block.run)) {
+            sees =
+                visibility_of_bits<Config::kBlockCols>(sees, block.run, params.bits, row_begin, row_end, block.first);
+        }
+    }
+    return Visibility(uniform(sees));
+}
+
+// Sets the scores that a block hides to -inf; `row` is the first one of this thread.
+template <class Config, bool kHasStairs, int kCount>
+__device__ __forceinline__ void mask_block(float (&scores)[kCount], const KeyBlock& block,
+                                           const typename Config::Params& params, int row, int lane) {
+    const int col = block.first + 2 * (lane % 4);
+    apply_mask<kHasStairs>(scores, block.run, params.edges, row, col);
+    if constexpr (Config::kHasBits) {
+        if (has_bits(block.run)) {
+            apply_bits(scores, block.run, params.bits, row, col);
+        }
+    }
+}
+
+}   // namespace ffa

@@ -1,0 +1,152 @@
+"""The plan of a mask: how a kernel walks it. Kernels read it by name; ops take it packed in few tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile import _compat
+from magi_compile.plan.stairs import NUM_LANES
+from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, Walk
+
+_ALIGNMENT = 4  # int32s: kernels read 16 bytes at a time
+_WALK = ((len(TILE_FIELDS),), (len(RUN_FIELDS),), (NUM_LANES, 2))
+_ROWS: tuple[tuple[int, ...], ...] = (*_WALK, (), *_WALK, (8,))  # of each tensor of a `PlanLayout`
+
+
+class PlanTiles(NamedTuple):
+    """The tile sizes a plan is built for: the q walk (forward, dq) and the k walk (dk, dv)."""
+
+    q_tile_rows: int
+    q_block_cols: int
+    k_tile_rows: int
+    k_block_cols: int
+
+
+class Plan(NamedTuple):
+    """The plan of a mask. Fields that a kernel does not need are None; tensors are int32.
+
+    Attributes:
+        tiles: the sizes that the walks are made for.
+        q_walk: the walk by query tile, see `magi_compile.plan.tiles.TilePlan`.
+        k_walk: the walk by key tile.
+        splits: the tiles of the q walk that are cut into splits of their keys, see `split_kv.SplitLayout`; empty where none is.
+        pieces: `[num_pieces, 8]`, those of the CPU kernel, see `magi_compile.kernels.cpu.pieces.Piece`.
+        others: tensors of any dtype of a kernel that makes its own plan.
+        packed: this plan as `pack` gives it, where it lies in such memory.
+    """
+
+    tiles: PlanTiles | None = None
+    q_walk: Walk | None = None
+    k_walk: Walk | None = None
+    splits: Tensor | None = None
+    pieces: Tensor | None = None
+    others: tuple[Tensor, ...] = ()
+    packed: tuple[Tensor, ...] = ()
+
+    def walks(self, tiles: PlanTiles) -> tuple[Walk, Walk]:
+        """The q walk and the k walk, for a kernel that walks by `tiles`.
+
+        Raises:
+            ValueError: if they were made for others.
+        """
+        check_tiles(self.tiles, tiles)
+        assert self.q_walk is not None
+        assert self.k_walk is not None
+        return self.q_walk, self.k_walk
+
+
+def check_tiles(made_for: PlanTiles | None, tiles: PlanTiles) -> None:
+    """Raises ValueError if a plan that was `made_for` some tiles is walked by others."""
+    if made_for != tiles:
+        raise ValueError(
+            f"`plan` must be made for {tiles}, got one for {made_for}; make it with the kernel, the dtype and the heads of this call"
+        )
+
+
+class PlanLayout(NamedTuple):
+    """The number of rows of each tensor of a plan in packed memory, ints or SymInts; `splits` are int32s."""
+
+    q_tiles: Any
+    q_runs: Any
+    q_edges: Any
+    splits: Any
+    k_tiles: Any
+    k_runs: Any
+    k_edges: Any
+    pieces: Any = 0
+
+    @property
+    def offsets(self) -> list[Any]:
+        """The begin of each tensor, in int32s, and the end of the last one."""
+        sizes = (rows * torch.Size(row).numel() for rows, row in zip(self, _ROWS, strict=True))
+        return list(accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0))
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """The tensors in `memory`."""
+        return [
+            memory.as_strided((rows, *row), _strides(row), offset)
+            for rows, row, offset in zip(self, _ROWS, self.offsets, strict=False)
+        ]
+
+
+def _strides(row: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.Size(row[i:]).numel() for i in range(len(row) + 1))
+
+
+def shape_of(tiles: Sequence[int], layout: PlanLayout) -> tuple[Any, ...]:
+    """The shape of the tensor without elements that says where the tensors of a plan lie, which is made for `tiles`: a shape is there
+    on the host, in a CUDA graph, and of a fake tensor."""
+    return (0, *tiles, *layout)
+
+
+def strides_of(shape: Sequence[Any]) -> tuple[int, ...]:
+    """The strides of that tensor: contiguous ones would be products of all sizes, beyond 64 bits."""
+    return (1,) * len(shape)
+
+
+def pack(plan: Plan) -> list[Tensor]:
+    """A plan as ops take it, in as few tensors as can be, since each of them costs every call of a graph; of fakes too.
+
+    Walks and pieces become int32 `[size]` and a tensor of shape `shape_of(...)`. What lies in such memory already is not copied.
+    """
+    if plan.packed:
+        return list(plan.packed)
+    q_walk, k_walk = (walk or Walk(None, None, None) for walk in (plan.q_walk, plan.k_walk))  # type: ignore[arg-type]
+    tensors = (*q_walk, plan.splits, *k_walk, plan.pieces)
+    some = next((x for x in tensors if x is not None), None)
+    if some is None and not plan.others:
+        return []
+    if some is None:
+        some = plan.others[0].new_empty(0, dtype=torch.int32)
+    layout = PlanLayout(*(0 if x is None else x.shape[0] for x in tensors))
+    shape = shape_of(plan.tiles or PlanTiles(0, 0, 0, 0), layout)
+    memory = some.new_empty(layout.offsets[-1])
+    if not _compat.is_fake(memory):
+        for view, x in zip(layout.views(memory), tensors, strict=True):
+            if x is not None:
+                view.copy_(x)
+    return [memory, some.new_empty_strided(shape, strides_of(shape)), *plan.others]
+
+
+def unpack(packed: Sequence[Tensor]) -> Plan:
+    """The plan that `pack` packed, in the same memory."""
+    if not packed:
+        return Plan()
+    memory, shape, *others = packed
+    first = 1 + len(PlanTiles._fields)
+    tiles, layout = PlanTiles(*shape.shape[1:first]), PlanLayout(*shape.shape[first:])
+    q_tiles, q_runs, q_edges, splits, k_tiles, k_runs, k_edges, pieces = layout.views(memory)
+    if not tiles.q_tile_rows:
+        return Plan(pieces=pieces, others=tuple(others), packed=tuple(packed))
+    return Plan(
+        tiles,
+        Walk(q_tiles, q_runs, q_edges),
+        Walk(k_tiles, k_runs, k_edges),
+        splits,
+        packed=tuple(packed),
+    )

@@ -1,0 +1,114 @@
+"""The analysis of a FlexAttention call: kernel, mask and scores, or every reason to leave it where it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from magi_compile import _compat
+from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.select import Selection, problem_of, select
+from magi_compile.lowering.emit import value_of
+from magi_compile.lowering.flex_call import FlexCall
+from magi_compile.lowering.masks import Way
+from magi_compile.lowering.options import LoweringOptions
+from magi_compile.lowering.report import Decision
+from magi_compile.lowering.scores import Scores
+from magi_compile.ops.validation import check_block_lists, check_padded_shapes
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The analysis of one call: it can be lowered if there are no `reasons`, and then there is a kernel."""
+
+    reasons: tuple[str, ...]
+    problem: AttnProblem
+    way: Way
+    scores: Scores
+    selection: Selection | None
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of a call that can be lowered."""
+        assert self.selection is not None
+        return self.selection.kernel
+
+
+def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
+    """Collects everything that speaks against lowering `call`, and what is needed to do it."""
+    reasons = []
+    q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
+    _check_shapes(call, q, k, v)
+    backend = call.kernel_options.get("BACKEND", "AUTO")
+    if backend != "AUTO":
+        reasons.append(f"kernel_options asks for FlexAttention's BACKEND={backend!r}")
+    if not q.dtype == k.dtype == v.dtype and not _is_cast(call):
+        reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+
+    scores = Scores.of(call)
+    reasons += scores.reasons
+
+    way = Way.of(call, options)
+    problem = replace(way.problem(_problem(call, scores)), has_bits=way.may_have_bits)
+    try:
+        selection, refusals = select(problem, options.kernel, scores.needs), []
+    except NotImplementedError as error:
+        selection, refusals = None, [str(error)]
+    if selection is None or not way.may_have_bits:
+        reasons += (*way.reasons, *way.obstacles)
+    return Analysis((*reasons, *refusals), problem, way, scores, selection)
+
+
+def _problem(call: FlexCall, scores: Scores) -> AttnProblem:
+    q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
+    factors = scores.factors
+    softmax_scale = float(value_of(call.scale)) * factors.scale
+    problem = problem_of(q, k, v, softmax_scale, factors.softcap, _out_dtype(call))
+    return replace(
+        problem,
+        has_score=scores.program is not None,
+        has_max_scores=bool(call.kernel_options.get("OUTPUT_MAX")),
+    )
+
+
+def _check_shapes(call: FlexCall, q: Any, k: Any, v: Any) -> None:
+    """Raises ValueError where tensors do not fit together: FlexAttention looks at v only when it computes with it."""
+    try:
+        check_padded_shapes(q, k, v)
+        check_block_lists([value_of(node) for node in call.block_mask[2:4]], q)
+    except ValueError as error:
+        where = f" (flex_attention at {call.location})" if call.location else ""
+        raise _compat.as_user_error(ValueError(f"{error}{where}")) from None
+
+
+def _is_cast(call: FlexCall) -> bool:
+    """True if autocast is on, so that q, k and v will have one dtype; where that is not known they stay as they are."""
+    q = value_of(call.q)
+    return _out_dtype(call) != q.dtype or torch.is_autocast_enabled(q.device.type)
+
+
+def _out_dtype(call: FlexCall) -> torch.dtype:
+    """Under autocast the call computes in the autocast dtype, not in that of q."""
+    return value_of(call.node)[0].dtype
+
+
+def decision_on(call: FlexCall, found: Analysis) -> Decision:
+    """The decision on `call`, for readers."""
+    shapes = (value_of(node).shape for node in (call.q, call.k))
+    q_shape, k_shape = (
+        tuple(s if isinstance(s, int) else str(s) for s in shape) for shape in shapes
+    )
+    kernel = None if found.reasons else found.kernel
+    return Decision(
+        call.location,
+        q_shape,
+        k_shape,
+        str(found.way.program),
+        kernel.name if kernel else None,
+        found.reasons,
+        tuple(found.selection.passed_over.items()) if found.selection else (),
+        (*found.way.notes, *kernel.notes(found.problem)) if kernel else (),
+        str(found.scores.program or ""),
+    )

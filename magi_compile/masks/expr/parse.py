@@ -1,0 +1,82 @@
+"""Reads the printed form of mask expressions."""
+
+from __future__ import annotations
+
+import ast
+
+from magi_compile.functions.names import INDICES
+from magi_compile.masks.expr.expr import (
+    FITS,
+    Expr,
+    ExprError,
+    build,
+    const,
+    symbol,
+    table,
+    var,
+)
+
+_AST_OPS: dict[type, str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.BitAnd: "and",
+    ast.BitOr: "or",
+    ast.BitXor: "xor",
+    ast.USub: "neg",
+    ast.Invert: "not",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
+}
+_CALLS = {"min": 2, "max": 2, "abs": 1, "where": 3, **dict.fromkeys(FITS, 1)}
+
+
+def parse(text: str) -> Expr:
+    """Reads what `str(expr)` wrote.
+
+    Args:
+        text: in the grammar of mask expressions.
+
+    Returns:
+        The expression.
+
+    Raises:
+        ExprError: `text` is not a mask expression.
+    """
+    try:
+        return _read(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ExprError(f"not a mask expression: {text!r} ({error.msg})") from None
+
+
+def _read(node: ast.expr) -> Expr:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return const(node.value)
+    if isinstance(node, ast.Name):
+        if node.id in INDICES:
+            return var(node.id)
+        number = node.id[1:]
+        if node.id[0] in "st" and number.isdecimal():
+            return symbol(int(number)) if node.id[0] == "s" else table(int(number))
+    if isinstance(node, ast.Subscript):
+        base = _read(node.value)
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if base.op == "table":
+            return table(*base.args, *map(_read, items))
+    if isinstance(node, ast.BinOp) and type(node.op) in _AST_OPS:
+        return build(_AST_OPS[type(node.op)], _read(node.left), _read(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _AST_OPS:
+        return build(_AST_OPS[type(node.op)], _read(node.operand))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _AST_OPS:
+        return build(_AST_OPS[type(node.ops[0])], _read(node.left), _read(node.comparators[0]))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        name = node.func.id
+        if _CALLS.get(name) == len(node.args):
+            return build(name, *map(_read, node.args))
+    raise ExprError(f"not a mask expression: {ast.unparse(node)!r}")

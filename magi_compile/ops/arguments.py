@@ -1,0 +1,75 @@
+"""The arguments of the ops of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Numbering(NamedTuple):
+    """How packed rows are numbered, for score programs and for tensors by entries of the batch.
+
+    Attributes:
+        batch: number of batch entries.
+        nheads: of queries.
+        seqlen_q: rows of a batch entry.
+        seqlen_k: keys of a batch entry.
+        by_head: whether each head is a batch entry of its own: packed rows have one head, and row r is of `r // seqlen_q`, which is
+            `b * nheads + h`.
+    """
+
+    batch: int
+    nheads: int
+    seqlen_q: int
+    seqlen_k: int
+    by_head: int
+
+
+class Options(NamedTuple):
+    """The arguments of the ops behind their tensors, in the order of their schemas.
+
+    Attributes:
+        slices: q_ranges, k_ranges and mask_types, or nothing where the plan says all.
+        plan: packed, or nothing where the op is to find it.
+        softmax_scale: factor of the scores.
+        softcap: 0.0 for none.
+        kernel: its name; "" where the op is to choose.
+        bits: the bit blocks of the slices.
+        tables: the tensors that the score program captures.
+        symbols: the ints that it captures.
+        score: the text of the score program; "" for none.
+        numbering: see `Numbering`; empty where neither a score program nor `by_entry` needs it.
+        by_entry: whether out is `[batch, nheads, seqlen_q, head_dim_v]`; q, k and v are then like that, or packed.
+        return_max_scores: whether the largest score of each row is asked for.
+    """
+
+    slices: Sequence[Tensor]
+    plan: Sequence[Tensor]
+    softmax_scale: float
+    softcap: float
+    kernel: str
+    bits: Tensor | None = None
+    tables: Sequence[Tensor] | None = None
+    symbols: Sequence[int] = ()
+    score: str = ""
+    numbering: Sequence[int] = ()
+    by_entry: bool = False
+    return_max_scores: bool = False
+
+    def short(self) -> tuple[Any, ...]:
+        """These arguments without the last ones that say nothing, as their defaults do: each costs time in every call."""
+        return short(self, len(self) - len(self._field_defaults))
+
+
+def short(arguments: Sequence[Any], least: int) -> tuple[Any, ...]:
+    """`arguments` without the last ones that are None, False or empty, but the first `least`."""
+    number = len(arguments)
+    while number > least and _says_nothing(arguments[number - 1]):
+        number -= 1
+    return tuple(arguments[:number])
+
+
+def _says_nothing(x: Any) -> bool:
+    return x is None or x is False or (isinstance(x, (str, list, tuple)) and not x)
