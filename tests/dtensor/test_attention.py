@@ -23,6 +23,7 @@ from magi_compile.testing.cases import HEADS, Heads
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks, shard
 from tests.dtensor.support.masks import SQUARE
 from tests.dtensor.support.ranks import Ranks
+from tests.support.pairwise import pairwise
 
 SHORT = datetime.timedelta(seconds=3)
 
@@ -48,9 +49,7 @@ def test_every_mask(ranks_of, size, name):
     )
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("degree", [0, 1, 2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "degree", "size"), pairwise(STRATEGIES, (0, 1, 2, 4), (2, 3)))
 def test_every_strategy_and_degree(ranks_of, size, strategy, degree):
     options = ContextParallelOptions(
         strategy=strategy, chunk_size=32, degree=degree, backward_degree=4 - degree

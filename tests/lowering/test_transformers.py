@@ -88,13 +88,33 @@ def forwards(monkeypatch):
     return runs
 
 
+INPUTS = {"packed": packed(), "left": padded(True), "right": padded(False)}
+# By default by Inductor for one model, and quickly for others: every model, and each kind of inputs.
+RUNS = [
+    ("llama", "packed", "magi"),
+    *((name, "packed", QUICK) for name in MODELS if name != "llama"),
+    *(("llama", kind, QUICK) for kind in ("left", "right")),
+    *[("windows", "left", QUICK), ("encoder", "right", QUICK)],
+]
+SLOW_RUNS = [
+    *((name, "packed", "magi") for name in MODELS if name != "llama"),
+    *(("llama", kind, "magi") for kind in ("left", "right")),
+    *(
+        (name, kind, QUICK)
+        for name in MODELS
+        for kind in ("left", "right")
+        if name != "llama" and (name, kind, QUICK) not in RUNS
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "inputs", [packed(), padded(True), padded(False)], ids=["packed", "left", "right"]
+    ("name", "kind", "backend"),
+    [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)],
+    ids=lambda x: x if isinstance(x, str) else "quick",
 )
-@pytest.mark.parametrize("name", MODELS)
-def test_compiled(name, inputs, forwards):
-    """By Inductor for each model, and for each kind of inputs of one of them."""
-    backend = "magi" if name == "llama" or "position_ids" in inputs else QUICK
+def test_compiled(name, kind, backend, forwards):
+    inputs = INPUTS[kind]
     ours = loss_and_gradient(name, "flex_attention", inputs, backend)
     assert not REPORT.refused
     assert len(forwards) == LAYERS

@@ -37,6 +37,7 @@ from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BIT_CASES
 from tests.kernels.support.dq_additions import additions_of_tiles
 from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.support.pairwise import pairwise
 
 NUM_SMS = 4
 BIT_CASE = {case.name: case for case in BIT_CASES}
@@ -246,12 +247,14 @@ def test_a_window_head_by_head(head_dim, launches):
     assert launches.more_head_by_head < 0
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("left", "right"), [(70, 0), (70, 30), (0, 40)])
-def test_a_window_of_several_slices(left, right, head_dim, deterministic, launches):
+@pytest.mark.parametrize(
+    ("window", "head_dim", "deterministic"),
+    pairwise([(70, 0), (70, 30), (0, 40)], (64, 128, 256), (False, True)),
+    ids=str,
+)
+def test_a_window_of_several_slices(window, head_dim, deterministic, launches):
     """One band, which both begins and ends with a key in the middle of a tile."""
-    case = windows("windows", [30, 210, 90], left, right)
+    case = windows("windows", [30, 210, 90], *window)
     check(
         launches,
         replace(case, heads=Heads(2, 1, head_dim, head_dim)),
@@ -259,15 +262,16 @@ def test_a_window_of_several_slices(left, right, head_dim, deterministic, launch
     )
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+STAIRS = [
+    varlen("short", [1, 30, 2, 50, 9, 40, 100, 3, 20], MaskType.CAUSAL),
+    block_diffusion("block_diffusion", [70, 7, 110], 12),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        varlen("short", [1, 30, 2, 50, 9, 40, 100, 3, 20], MaskType.CAUSAL),
-        block_diffusion("block_diffusion", [70, 7, 110], 12),
-    ],
-    ids=lambda case: case.name,
+    ("case", "head_dim", "deterministic"),
+    pairwise(STAIRS, (64, 128, 192, 256), (False, True)),
+    ids=lambda x: getattr(x, "name", x),
 )
 def test_stairs(case, head_dim, deterministic, launches):
     """Keys look up which queries see them."""
