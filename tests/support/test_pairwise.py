@@ -13,6 +13,10 @@ def test_every_pair_meets():
         assert {(row[i], row[j]) for row in rows} == set(itertools.product(x, y))
     assert 20 <= len(rows) < 30
     assert rows == pairwise(*axes)
+    every = pairwise(*axes, others_are_slow=True)
+    assert every[: len(rows)] == rows
+    assert {*rows, *(x.values for x in every[len(rows) :])} == set(itertools.product(*axes))
+    assert len(every) == 5 * 4 * 2 * 3
 
 
 def test_two_axes_are_the_product():

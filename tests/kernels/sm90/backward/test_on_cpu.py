@@ -202,7 +202,9 @@ def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
     assert launches.left == {LATE: count, AT_RANDOM: count}
 
 
-@pytest.mark.parametrize(("head_dim", "num_parts"), [(128, 4), (192, 2), (256, 2)])
+@pytest.mark.parametrize(
+    ("head_dim", "num_parts"), [(128, 4), pytest.param(192, 2, marks=pytest.mark.slow), (256, 2)]
+)
 def test_parts_of_a_tile(head_dim, num_parts, launches):
     parts = check(launches, replace(SINK, heads=Heads(8, 1, head_dim, head_dim)))
     assert [x for x in parts if x[2] > 1] == [(0, i, num_parts) for i in range(num_parts)]
@@ -232,8 +234,18 @@ def test_gradients_handed_on(case, heads, heads_of_pass, num_at_once, launches, 
     assert parts == [*reversed(range(passes))] * (len(parts) // passes)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("case", [PREFIX, WINDOW, TWO_WAYS], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "head_dim"),
+    [
+        *((WINDOW, head_dim) for head_dim in (64, 128, 192, 256)),
+        *[(PREFIX, 64), (PREFIX, 128), (PREFIX, 256), (TWO_WAYS, 64), (TWO_WAYS, 192)],
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in ((PREFIX, 192), (TWO_WAYS, 128), (TWO_WAYS, 256))
+        ),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
     check(launches, replace(case, heads=Heads(2, 2, head_dim, head_dim)))
 
@@ -249,7 +261,7 @@ def test_a_window_head_by_head(head_dim, launches):
 
 @pytest.mark.parametrize(
     ("window", "head_dim", "deterministic"),
-    pairwise([(70, 0), (70, 30), (0, 40)], (64, 128, 256), (False, True)),
+    pairwise([(70, 0), (70, 30), (0, 40)], (64, 128, 256), (False, True), others_are_slow=True),
     ids=str,
 )
 def test_a_window_of_several_slices(window, head_dim, deterministic, launches):
@@ -270,7 +282,7 @@ STAIRS = [
 
 @pytest.mark.parametrize(
     ("case", "head_dim", "deterministic"),
-    pairwise(STAIRS, (64, 128, 192, 256), (False, True)),
+    pairwise(STAIRS, (64, 128, 192, 256), (False, True), others_are_slow=True),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_stairs(case, head_dim, deterministic, launches):

@@ -123,8 +123,16 @@ def test_an_index_out_of_bounds_has_no_gradient(kernel):
     check(kernel, case, CAUSAL, dense=too_short_with_zeros)
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
-@pytest.mark.parametrize("name", ["alibi", "relative", "documents"])
+WIDER = [
+    *(("relative", head_dim) for head_dim in (80, 96, 128, 192, 256)),
+    *[("alibi", 128), ("alibi", 256), ("documents", 96), ("documents", 192)],
+]
+OTHERS = [("alibi", 80), ("alibi", 96), ("alibi", 192), *(("documents", n) for n in (80, 128, 256))]
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [*WIDER, *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS)]
+)
 def test_wider_heads(name, head_dim, kernel):
     check(kernel, LEARNED[name], CAUSAL, head_dim=head_dim)
 
