@@ -161,7 +161,7 @@ def test_loss_and_gradients_are_those_of_one_process(ranks_of, attention, backen
     assert found == [0 if backend is None else 1] * 4
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_local_heads(ranks_of, backend):
     ranks_of(4).run(train, "flex_attention", 2, backend, True)
 

@@ -48,7 +48,14 @@ def check(name, inputs, forwards, layers=LAYERS, **compiler):
     assert num_graphs() == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Full attention, windows with a soft-cap, sinks, an encoder.
+MOST_DIFFERENT = ("llama", "gemma2", "gpt_oss", "modernbert")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in MOST_DIFFERENT else pytest.mark.slow) for x in MODELS],
+)
 def test_packed(name, forwards):
     check(name, [INPUTS["packed"]()], forwards, backend=quick())
 
@@ -93,7 +100,10 @@ def test_enable(forwards):
     ("name", "layouts", "wanted"),
     [
         ("llama", [(192,), (100, 40, 52), (300, 20), (200,), (150, 250)], [1, 1, 2, 2, 2]),
-        ("gpt_oss", [(192,), (100, 40, 52), (1,) * 5 + (187,)], [1, 1, 1]),
+        pytest.param(
+            *("gpt_oss", [(192,), (100, 40, 52), (1,) * 5 + (187,)], [1, 1, 1]),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["llama", "gpt_oss"],
 )
@@ -144,7 +154,7 @@ def test_masks_from_outside_of_a_graph(forwards):
     assert_same(ours, step(make_model("gemma3", "eager"), INPUTS["packed"]()))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_oss"])
 def test_gradient_checkpointing(name, forwards):
     model = make_model(name).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

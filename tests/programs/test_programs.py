@@ -13,8 +13,7 @@ TIMEOUT = 400
 # No pool of compilers beside every process, and no threads for sizes this small.
 FRUGAL = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
-# One process for each line. All programs in front of a quick compiler, and one line of each of the others: programs that
-# share a graph, which is compiled once.
+# One process for each line. All programs in front of a quick compiler, and some in front of Inductor, which share a graph.
 PROCESSES = {
     "quick": [
         [
@@ -32,7 +31,6 @@ PROCESSES = {
         ["fsdp2", "ddp"],
     ],
     "magi": [["plain", "reduce_overhead", "inference_first", "non_reentrant_inside"]],
-    "enable": [["plain", "only_attention", "evaluation", "non_reentrant_inside"]],
 }
 SLOW_PROCESSES = {
     "magi": [
@@ -46,8 +44,8 @@ SLOW_PROCESSES = {
         ["fsdp2", "ddp"],
     ],
     "enable": [
-        ["module_compile", "autocast"],
-        ["reentrant_around_blocks", "selective_inside"],
+        ["plain", "module_compile", "only_attention", "evaluation", "autocast"],
+        ["reentrant_around_blocks", "non_reentrant_inside", "selective_inside"],
         ["non_reentrant_around_blocks"],
         ["export", "aot_inductor"],
         ["threads"],
