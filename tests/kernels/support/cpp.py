@@ -52,7 +52,7 @@ class Library:
             pytest.skip("needs g++")
         replaced, headers = replaced or {}, headers or {}
         key = _digest(main, options, replaced, headers)
-        self._library = _kept_libraries() / f"{key}.so"
+        self._library = kept_for_later() / f"{key}.so"
         self._directory = _shared(directories) / f"library-{key}"
         self._compiler: subprocess.Popen | None = None
         if self._library.exists():
@@ -125,7 +125,7 @@ def _compiler() -> str:
 
 
 @cache
-def _kept_libraries() -> Path:
+def kept_for_later() -> Path:
     """`$MAGI_COMPILE_TEST_CACHE_DIR`, or a folder in the user's cache directory; what was used longest ago has gone if it was full."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.environ.get("MAGI_COMPILE_TEST_CACHE_DIR") or f"{caches}/magi_compile_tests"
@@ -138,10 +138,10 @@ def _kept_libraries() -> Path:
 def _make_room(folder: Path) -> None:
     size = 0
     with suppress(FileNotFoundError):  # another worker makes room too
-        for library in sorted(folder.glob("*.so"), key=lambda x: x.stat().st_mtime, reverse=True):
-            size += library.stat().st_size
+        for file in sorted(folder.iterdir(), key=lambda x: x.stat().st_mtime, reverse=True):
+            size += file.stat().st_size
             if size > _MOST_KEPT_BYTES:
-                library.unlink()
+                file.unlink()
 
 
 def _shared(directories: pytest.TempPathFactory) -> Path:
