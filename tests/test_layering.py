@@ -3,9 +3,8 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
 BENCH = PACKAGE.parent / "benchmarks" / "magi_bench"  # imports the package, and the package not it
@@ -29,10 +28,15 @@ MASKS = [
 ASIDE = {"testing"}
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imported_modules(path: Path) -> set[str]:
     """The `magi_compile.*` modules that a file imports anywhere, also inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -46,15 +50,15 @@ def layered_files() -> list[Path]:
     return [path for layer in LAYERS for path in sorted((PACKAGE / layer).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", layered_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_only_from_the_left(path):
-    own = LAYERS.index(path.relative_to(PACKAGE).parts[0])
-    for name in imported_modules(path):
-        parts = name.split(".")
-        layer = parts[1] if len(parts) > 1 else ""
-        assert layer not in ASIDE, f"{path} imports {name}"
-        if layer in LAYERS:
-            assert LAYERS.index(layer) <= own, f"{path} imports {name}, a layer to its right"
+def test_imports_only_from_the_left():
+    offenders = []
+    for path in layered_files():
+        own = LAYERS.index(path.relative_to(PACKAGE).parts[0])
+        for name in imported_modules(path):
+            layer = name.split(".")[1] if "." in name else ""
+            is_right = layer in LAYERS and LAYERS.index(layer) > own
+            offenders += [f"{path} imports {name}"] if is_right or layer in ASIDE else []
+    assert offenders == []
 
 
 def test_no_room_of_masks_imports_one_to_its_right():
@@ -69,11 +73,12 @@ def test_no_room_of_masks_imports_one_to_its_right():
         assert all(MASKS.index(room) <= own for room in rooms), f"{path} imports {rooms}"
 
 
-@pytest.mark.parametrize("path", layered_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_layer_imports_the_face_of_the_package(path):
-    tree = ast.walk(ast.parse(path.read_text()))
-    plain = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
-    assert PACKAGE.name not in plain
+def test_no_layer_imports_the_face_of_the_package():
+    def plain(path: Path) -> set[str]:
+        imports = [x for x in nodes(path) if isinstance(x, ast.Import)]
+        return {alias.name for node in imports for alias in node.names}
+
+    assert [str(path) for path in layered_files() if PACKAGE.name in plain(path)] == []
 
 
 def test_nothing_imports_the_benchmark():
@@ -97,17 +102,19 @@ FRAMEWORKS = {"transformers", "torchtitan", "accelerate", "trl"}
 EVERY_FILE = sorted(PACKAGE.rglob("*.py")) + sorted(BENCH.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", EVERY_FILE, ids=lambda p: str(p.relative_to(PACKAGE.parent)))
-def test_frameworks_only_in_integrations_of_their_name(path):
+def test_frameworks_only_in_integrations_of_their_name():
     """Only modules of `integrations` and of magi_bench's `doors` import a framework, the one that they are called after."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-    own = {path.stem} if path.parent.name in ("integrations", "doors") else set()
-    assert found & FRAMEWORKS <= own
+    offenders = []
+    for path in EVERY_FILE:
+        found = set()
+        for node in nodes(path):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.split(".")[0])
+        own = {path.stem} if path.parent.name in ("integrations", "doors") else set()
+        offenders += [f"{path} imports {name}" for name in (found & FRAMEWORKS) - own]
+    assert offenders == []
 
 
 # Documented entry points below private-looking module names.
@@ -118,20 +125,24 @@ DOCUMENTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in EVERY_FILE if path.parent.name != "_compat"],
-    ids=lambda p: str(p.relative_to(PACKAGE.parent)),
-)
-def test_private_torch_names_only_in_compat(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def private_torch_names(path: Path) -> set[str]:
+    """The names of PyTorch's that nobody documents and a file uses."""
+    found = set()
+    for node in nodes(path):
         name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         parts = name.split(".")
         if parts[0] != "torch" or parts[1] == "ops":
             continue
         private = any(part.startswith("_") and not part.startswith("__") for part in parts)
         documented = any(full.startswith(name) or name.startswith(full) for full in DOCUMENTED)
-        assert not private or documented, f"{name} belongs in _compat/"
+        found |= {name} if private and not documented else set()
+    return found
+
+
+def test_private_torch_names_only_in_compat():
+    elsewhere = [path for path in EVERY_FILE if path.parent.name != "_compat"]
+    offenders = [f"{path}: {name}" for path in elsewhere for name in private_torch_names(path)]
+    assert offenders == [], "belongs in _compat/"
 
 
 def test_import_touches_no_gpu_and_no_kernel():

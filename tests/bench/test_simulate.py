@@ -11,6 +11,7 @@ from magi_compile.dtensor.planning.dispatch import dispatch
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import random_disjoint, varlen
 from tests.dtensor.planning.test_dispatch import every_assignment
+from tests.support.pairwise import pairwise
 
 SMALL = [
     varlen("long_and_short", [140, 20, 7, 9, 16], 1),
@@ -20,9 +21,11 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
-@pytest.mark.parametrize("slack", [0.025, 0.3])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "slack", "cp_size"),
+    pairwise(SMALL, (0.025, 0.3), (2, 3)),
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_no_placement_is_below_the_bound(case, slack, cp_size):
     slices = case.slices()
     where = dispatch(slices, cp_size, chunk_size=16)

@@ -90,7 +90,9 @@ def test_loss_and_gradients_are_those_of_one_process(ranks_of, size, name):
     ranks_of(size).run(train_inside, [name, name], "flex_attention", seqlen)
 
 
-@pytest.mark.parametrize(("size", "backend"), [(2, "magi"), (4, "aot_eager")])
+@pytest.mark.parametrize(
+    ("size", "backend"), [(2, "magi"), pytest.param(4, "aot_eager", marks=pytest.mark.slow)]
+)
 def test_compiled_it_is_one_graph_for_all_masks(ranks_of, size, backend):
     found = ranks_of(size).run(train_inside, MASKS, "flex_attention", ODD, backend)
     assert found == [1] * size
@@ -122,12 +124,25 @@ def train_checkpointed(group, attention, checkpointing, backend):
     train_inside(group, ["causal"], attention, ODD, backend, checkpointing=checkpointing)
 
 
+CHECKPOINTING = [("reentrant", None), ("not reentrant", None), ("not reentrant", "aot_eager")]
+
+
 @pytest.mark.parametrize(
-    "attention", ["flex_attention", "our_flex_attention", "flex_flash_attention", "causal_sdpa"]
-)
-@pytest.mark.parametrize(
-    ("checkpointing", "backend"),
-    [("reentrant", None), ("not reentrant", None), ("not reentrant", "aot_eager")],
+    ("attention", "checkpointing", "backend"),
+    [
+        *(("flex_attention", *way) for way in CHECKPOINTING),
+        ("our_flex_attention", *CHECKPOINTING[0]),
+        ("flex_flash_attention", *CHECKPOINTING[1]),
+        ("causal_sdpa", *CHECKPOINTING[2]),
+        *(
+            pytest.param(attention, *CHECKPOINTING[i], marks=pytest.mark.slow)
+            for attention, ways in (
+                *[("our_flex_attention", (1, 2)), ("flex_flash_attention", (0, 2))],
+                ("causal_sdpa", (0, 1)),
+            )
+            for i in ways
+        ),
+    ],
 )
 def test_layers_that_run_again_in_the_backward(ranks_of, attention, checkpointing, backend):
     ranks_of(2).run(train_checkpointed, attention, checkpointing, backend)

@@ -141,18 +141,19 @@ def train(group, attention, nheads_kv, backend, is_local=False, has_fsdp=False):
     return graphs()
 
 
-# In a graph each way to call attention once, with heads of keys that divide or that do not.
+# Each way to call attention, eagerly and in a graph, with heads of keys that divide or that do not.
 @pytest.mark.parametrize(
     ("attention", "backend", "nheads_kv"),
     [
+        *[("flex_attention", None, 2), ("our_flex_attention", None, 1), ("planned", None, 2)],
+        *[("flex_attention", "aot_eager", 1), ("our_flex_attention", "aot_eager", 2)],
         *(
-            (x, None, n)
-            for x in ("flex_attention", "our_flex_attention", "planned")
-            for n in (2, 1)
+            pytest.param(*run, marks=pytest.mark.slow)
+            for run in (
+                *[("flex_attention", None, 1), ("our_flex_attention", None, 2)],
+                *[("planned", None, 1), ("planned", "aot_eager", 1)],
+            )
         ),
-        ("flex_attention", "aot_eager", 1),
-        ("our_flex_attention", "aot_eager", 2),
-        ("planned", "aot_eager", 1),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_process(ranks_of, attention, backend, nheads_kv):
@@ -160,7 +161,7 @@ def test_loss_and_gradients_are_those_of_one_process(ranks_of, attention, backen
     assert found == [0 if backend is None else 1] * 4
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_local_heads(ranks_of, backend):
     ranks_of(4).run(train, "flex_attention", 2, backend, True)
 

@@ -48,13 +48,21 @@ def check(name, inputs, forwards, layers=LAYERS, **compiler):
     assert num_graphs() == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Full attention, windows with a soft-cap, sinks, an encoder.
+MOST_DIFFERENT = ("llama", "gemma2", "gpt_oss", "modernbert")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in MOST_DIFFERENT else pytest.mark.slow) for x in MODELS],
+)
 def test_packed(name, forwards):
     check(name, [INPUTS["packed"]()], forwards, backend=quick())
 
 
-@pytest.mark.parametrize("kinds", [["plain"], ["left_padded", "right_padded"]], ids="-".join)
-@pytest.mark.parametrize("name", ["gemma3", "modernbert"])
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("gemma3", ["left_padded", "right_padded"]), ("modernbert", ["plain"])]
+)
 def test_other_inputs(name, kinds, forwards):
     check(name, [INPUTS[kind]() for kind in kinds], forwards, backend=quick())
 
@@ -81,6 +89,7 @@ def test_inductor(forwards):
     check("llama", [INPUTS["packed"]()], forwards, layers=1, backend="magi")
 
 
+@pytest.mark.slow
 def test_enable(forwards):
     """Stock Inductor, with the flag."""
     with torch._inductor.config.patch(force_disable_caches=True), magi_compile.enabled():
@@ -91,7 +100,10 @@ def test_enable(forwards):
     ("name", "layouts", "wanted"),
     [
         ("llama", [(192,), (100, 40, 52), (300, 20), (200,), (150, 250)], [1, 1, 2, 2, 2]),
-        ("gpt_oss", [(192,), (100, 40, 52), (1,) * 5 + (187,)], [1, 1, 1]),
+        pytest.param(
+            *("gpt_oss", [(192,), (100, 40, 52), (1,) * 5 + (187,)], [1, 1, 1]),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["llama", "gpt_oss"],
 )
@@ -142,7 +154,7 @@ def test_masks_from_outside_of_a_graph(forwards):
     assert_same(ours, step(make_model("gemma3", "eager"), INPUTS["packed"]()))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_oss"])
 def test_gradient_checkpointing(name, forwards):
     model = make_model(name).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -7,6 +7,7 @@ hf = pytest.importorskip("transformers")
 
 from magi_compile.integrations.transformers import magi_attention  # noqa: E402
 from magi_compile.kernels.cpu import CpuKernel  # noqa: E402
+from magi_compile.lowering.backend import make_backend  # noqa: E402
 from magi_compile.lowering.report import REPORT  # noqa: E402
 
 CONFIG = {
@@ -77,9 +78,10 @@ def test_like_eager(is_padded, monkeypatch):
     assert len(runs) == ATTENTIONS
 
 
-@pytest.mark.slow
-def test_compiled():
-    check(lambda model: torch.compile(model, backend="magi", fullgraph=True), inputs(True))
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(inner):
+    backend = make_backend(inner)
+    check(lambda model: torch.compile(model, backend=backend, fullgraph=True), inputs(True))
     assert (len(REPORT.lowered), len(REPORT.refused)) == (ATTENTIONS, 0)
 
 

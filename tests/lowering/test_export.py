@@ -94,7 +94,11 @@ def test_exported_graph(case, strict):
     torch.testing.assert_close(module(*inputs), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [Model, *(pytest.param(x, marks=pytest.mark.slow) for x in (WithBlockLists, ByHead))],
+    indirect=True,
+)
 def test_aot_inductor(case, tmp_path):
     model, inputs, expected = case
     exported = torch.export.export(model, inputs)

@@ -185,8 +185,7 @@ print(
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("door", ["magi", "enable"])
+@pytest.mark.parametrize("door", ["magi", pytest.param("enable", marks=pytest.mark.slow)])
 def test_second_process_hits_the_cache(door, tmp_path, monkeypatch):
     """Of autograd's cache, which holds both graphs: they are not even looked for, or found, in Inductor's."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -95,7 +95,7 @@ def test_masks_in_turn_and_masks_that_die(derived, monkeypatch):
     for mask in masks * 2:
         check(compiled, mask, grad=False)
         assert len(prologue._kept) <= 3
-    for n in range(20):  # addresses of what died come back
+    for n in range(8):  # addresses of what died come back
         masks.clear()
         del mask
         gc.collect()

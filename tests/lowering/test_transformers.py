@@ -88,13 +88,32 @@ def forwards(monkeypatch):
     return runs
 
 
+INPUTS = {"packed": packed(), "left": padded(True), "right": padded(False)}
+# By default by Inductor for one model, and quickly for others: each kind of layers, and each kind of inputs.
+RUNS = [
+    ("llama", "packed", "magi"),
+    *((name, "packed", QUICK) for name in ("windows_and_softcap", "chunks")),
+    *[("llama", "left", QUICK), ("encoder", "right", QUICK)],
+]
+SLOW_RUNS = [
+    *((name, "packed", "magi") for name in MODELS if name != "llama"),
+    *(("llama", kind, "magi") for kind in ("left", "right")),
+    *(
+        (name, kind, QUICK)
+        for name in MODELS
+        for kind in ("left", "right")
+        if (name, kind, QUICK) not in RUNS
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "inputs", [packed(), padded(True), padded(False)], ids=["packed", "left", "right"]
+    ("name", "kind", "backend"),
+    [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)],
+    ids=lambda x: x if isinstance(x, str) else "quick",
 )
-@pytest.mark.parametrize("name", MODELS)
-def test_compiled(name, inputs, forwards):
-    """By Inductor for each model, and for each kind of inputs of one of them."""
-    backend = "magi" if name == "llama" or "position_ids" in inputs else QUICK
+def test_compiled(name, kind, backend, forwards):
+    inputs = INPUTS[kind]
     ours = loss_and_gradient(name, "flex_attention", inputs, backend)
     assert not REPORT.refused
     assert len(forwards) == LAYERS
@@ -111,7 +130,7 @@ def test_their_own_compiled_attention(forwards):
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("door", ["magi", "enabled"])
+@pytest.mark.parametrize("door", ["magi", pytest.param("enabled", marks=pytest.mark.slow)])
 def test_gradient_checkpointing(door, forwards):
     """Each layer runs in a checkpoint of its own, and its attention is compiled inside it."""
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from magi_compile.lowering.backend import make_backend
+from tests.support.pairwise import pairwise
 
 S = 40
 WINDOW = torch.tensor([5, 20])
@@ -20,10 +21,11 @@ def relative(score, b, h, q, kv):
     return score + 0.01 * (q - kv)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("rows_first", [False, True])
-@pytest.mark.parametrize("score_mod", [None, relative], ids=["", "score_mod"])
+@pytest.mark.parametrize(
+    ("mask", "batch", "rows_first", "score_mod"),
+    pairwise(MASKS, (1, 2), (False, True), (None, relative)),
+    ids=lambda x: getattr(x, "__name__", None),
+)
 def test_inputs(mask, batch, rows_first, score_mod):
     """The gradients of the values at the call, or PyTorch's error."""
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+import magi_compile
 from magi_compile.kernels.select import load
 from magi_compile.lowering.report import REPORT
 
@@ -77,6 +78,13 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x, mask) if self.around is None else self.around(block, x, mask)
         return x
+
+
+def backend_of(door: str) -> str | Callable[..., Any]:
+    """What `torch.compile` takes for a door of `tests.programs.programs`."""
+    if door == "quick":
+        return magi_compile.make_backend("aot_eager")
+    return {"magi": "magi", "enable": "inductor"}[door]
 
 
 def make_model(around: Callable[..., Tensor] | None = None, device: str = "cpu") -> Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import magi_compile
 from tests.programs.model import (
     assert_near,
+    backend_of,
     batch,
     check_lowered,
     count_runs,
@@ -28,18 +30,20 @@ from tests.programs.model import (
 SIZE = 2
 
 
-def spawn(function: Callable[[str], None], backend: str) -> None:
+def spawn(function: Callable[[Any], None], door: str) -> None:
+    """Forks, which need not import again: this process has run nothing yet."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (function, backend, f"{folder}/store"), nprocs=SIZE)
+        given = (function, door, f"{folder}/store")
+        mp.start_processes(_enter, given, nprocs=SIZE, start_method="fork")
 
 
-def _enter(rank: int, function: Callable[[str], None], backend: str, store: str) -> None:
+def _enter(rank: int, function: Callable[[Any], None], door: str, store: str) -> None:
     torch.set_num_threads(1)
-    if backend == "inductor":
+    if door == "enable":
         magi_compile.enable()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
     count_runs()
-    function(backend)
+    function(backend_of(door))
     dist.destroy_process_group()
 
 
@@ -66,7 +70,7 @@ def train(run: Callable[[Tensor, Tensor], Tensor], model: torch.nn.Module) -> No
     check_lowered()
 
 
-def run_fsdp2(backend: str) -> None:
+def run_fsdp2(backend: Any) -> None:
     model = make_model()
     for block in model.blocks:
         block.compile(backend=backend)
@@ -75,6 +79,6 @@ def run_fsdp2(backend: str) -> None:
     train(model, model)
 
 
-def run_ddp(backend: str) -> None:
+def run_ddp(backend: Any) -> None:
     model = DistributedDataParallel(make_model())
     train(torch.compile(model, backend=backend), model)

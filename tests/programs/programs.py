@@ -1,7 +1,7 @@
 """What users write around a compiled model, one function for each: `python -m tests.programs.programs DOOR PROGRAM...`.
 
-DOOR is how attention reaches our kernels: "magi", the backend, or "enable", stock Inductor with our pass. Prints a line
-`PROGRAM: ok` or `PROGRAM: what went wrong` for each.
+DOOR is how attention reaches our kernels: "magi", the backend, "enable", stock Inductor with our pass, or "quick", the
+backend in front of a compiler that is quick on a CPU. Prints a line `PROGRAM: ok` or `PROGRAM: what went wrong` for each.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tests.programs.model import (
     RUNS,
     Model,
     assert_near,
+    backend_of,
     batch,
     check_gradients,
     check_inference,
@@ -47,12 +48,10 @@ from tests.programs.model import (
     sgd,
 )
 
-BACKENDS = {"magi": "magi", "enable": "inductor"}
-
 
 class Door:
     def __init__(self, name: str):
-        self.backend = BACKENDS[name]
+        self.name, self.backend = name, backend_of(name)
 
     def compile(self, what: Any, **options: Any) -> Any:
         return torch.compile(what, backend=self.backend, **options)
@@ -313,13 +312,13 @@ def threads(door: Door) -> None:
 def fsdp2(door: Door) -> None:
     from tests.programs.processes import run_fsdp2, spawn
 
-    spawn(run_fsdp2, door.backend)
+    spawn(run_fsdp2, door.name)
 
 
 def ddp(door: Door) -> None:
     from tests.programs.processes import run_ddp, spawn
 
-    spawn(run_ddp, door.backend)
+    spawn(run_ddp, door.name)
 
 
 def programs() -> dict[str, Callable[[Door], None]]:

@@ -9,14 +9,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 200
+TIMEOUT = 600
 # No pool of compilers beside every process, and no threads for sizes this small.
 FRUGAL = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
-# One process for each line.
+# One process for each line. All programs in front of a quick compiler, and one in front of Inductor.
 PROCESSES = {
+    "quick": [
+        [
+            "plain",
+            "module_compile",
+            "accumulation",
+            "several_forwards",
+            "only_attention",
+            "threads",
+        ],
+        ["inference_first", "evaluation", "autocast", "copies", "copy_of_an_optimized_module"],
+        ["reentrant_around_blocks", "reentrant_inside", "non_reentrant_inside", "selective_inside"],
+        ["non_reentrant_around_blocks", "selective_around_blocks"],
+        ["selective_policy_first"],
+        ["fsdp2", "ddp"],
+    ],
+    "magi": [["plain"]],
+}
+SLOW_PROCESSES = {
     "magi": [
-        ["plain", "module_compile", "reduce_overhead", "accumulation", "several_forwards"],
+        ["module_compile", "reduce_overhead", "accumulation", "several_forwards"],
         ["inference_first", "evaluation", "autocast", "only_attention"],
         ["reentrant_around_blocks", "reentrant_inside", "non_reentrant_inside", "selective_inside"],
         ["copies", "copy_of_an_optimized_module"],
@@ -36,11 +54,16 @@ PROCESSES = {
 }
 GPU = ["cuda_graphs"]
 
-RUNS = [
-    pytest.param(door, names, id=f"{door}-{names[0]}", marks=pytest.mark.slow)
-    for door, lines in PROCESSES.items()
-    for names in lines
-]
+
+def runs(processes, *marks):
+    return [
+        pytest.param(door, names, id=f"{door}-{names[0]}", marks=marks)
+        for door, lines in processes.items()
+        for names in lines
+    ]
+
+
+RUNS = [*runs(PROCESSES), *runs(SLOW_PROCESSES, pytest.mark.slow)]
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +98,7 @@ def test_programs(compiled_code, door, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("door", PROCESSES)
+@pytest.mark.parametrize("door", SLOW_PROCESSES)
 def test_programs_on_a_gpu(compiled_code, door):
     failed = failures(compiled_code, door, GPU)
     assert not failed, "\n".join(failed)
@@ -84,5 +107,10 @@ def test_programs_on_a_gpu(compiled_code, door):
 def test_every_program_runs():
     from tests.programs.programs import programs
 
-    run = {name for lines in PROCESSES.values() for line in lines for name in line}
-    assert run | {*GPU} == programs().keys()
+    given = [param.values for param in RUNS]
+    of_doors = {
+        door: {x for name, names in given if name == door for x in names}
+        for door in ("quick", "magi")
+    }
+    assert set().union(*(names for _, names in given)) | {*GPU} == programs().keys()
+    assert of_doors["magi"] - of_doors["quick"] == {"reduce_overhead"}  # of Inductor alone

@@ -49,8 +49,21 @@ def case_of(which="fwdbwd", mod="causal"):
     return SMALL.case("mods", mod, SMALL.tokens[0], which=which)
 
 
-@pytest.mark.parametrize("name", [name for name in MODS if name not in REFUSED])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+RIGHT = [name for name in MODS if name not in REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in RIGHT),
+        *((name, "bfloat16") for name in RIGHT[::6]),
+        *(
+            pytest.param(name, "bfloat16", marks=pytest.mark.slow)
+            for i, name in enumerate(RIGHT)
+            if i % 6
+        ),
+    ],
+)
 def test_every_mod_is_right_with_ours(name, dtype):
     asked = Problem(replace(SMALL, dtype=dtype), MODS[name], SMALL.tokens[0])
     before = len(REPORT.decisions)

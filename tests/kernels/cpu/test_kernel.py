@@ -13,6 +13,7 @@ from magi_compile.testing.cases import CASES, Case, one, random_disjoint, varlen
 from magi_compile.testing.numerics import AttentionResults, assert_attention_close, run_kernel
 from tests.kernels.support.bits import BIT_CASES
 from tests.kernels.support.max_scores import check_max_scores
+from tests.support.pairwise import sparsely
 
 KERNEL = CpuKernel()
 SPLIT = random_disjoint(257, 391, seed=0)
@@ -33,8 +34,12 @@ def check(case: Case, dtype: torch.dtype, with_dlse: bool = True) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def cases(dtype: torch.dtype, step: int) -> list:
+    """All of `CASES` in `dtype`, every `step`-th of which runs by default."""
+    return sparsely([(x, dtype) for x in CASES], step, [f"{x.id}-{dtype}" for x in CASES])
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*cases(torch.float32, 1), *cases(torch.bfloat16, 3)])
 def test_matches_the_oracle(case, dtype):
     check(case, dtype)
 
@@ -141,8 +146,7 @@ def test_refusals():
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(("case", "dtype"), [*cases(torch.float32, 3), *cases(torch.bfloat16, 7)])
 def test_max_scores(case, dtype):
     check_max_scores(KERNEL, case, dtype)
 

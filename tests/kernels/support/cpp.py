@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Mapping
-from functools import cached_property
+from contextlib import suppress
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ ON_A_CPU = {"common/ptx.cuh": "ptx_on_a_cpu.cuh", "common/wgmma.cuh": "wgmma_on_
 
 
 class Library:
-    """C++ compiled once for all workers of a run of tests: whoever asks first compiles it, the others wait.
+    """C++ compiled once: kept for later runs of tests, under a digest of all that the compiler reads. Of the workers of one run,
+    who asks first compiles it, and the others wait.
 
     The compiler runs until the first use of `path` waits for it. Skips the test where there is no g++.
 
@@ -47,30 +50,35 @@ class Library:
     ):
         if shutil.which("g++") is None:
             pytest.skip("needs g++")
-        root = _shared(directories)
-        headers = headers or {}
-        key = repr((main, options, sorted((replaced or {}).items()), sorted(headers.items())))
-        self._directory = root / f"library-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+        replaced, headers = replaced or {}, headers or {}
+        key = _digest(main, options, replaced, headers)
+        self._library = kept_for_later() / f"{key}.so"
+        self._directory = _shared(directories) / f"library-{key}"
         self._compiler: subprocess.Popen | None = None
+        if self._library.exists():
+            os.utime(self._library)
+            return
         try:
             self._directory.mkdir()
         except FileExistsError:
             return
         if header_options is not None:
-            options = f"{options} -include {_standard_headers(root, header_options)}"
-        self._compiler = self._start(main, options, replaced or {}, headers)
+            headers_of_all = _standard_headers(self._directory.parent, header_options)
+            options = f"{options} -include {headers_of_all}"
+        self._compiler = self._start(main, options, replaced, headers)
 
     def _start(
         self, main: str, options: str, replaced: Mapping[str, str], headers: Mapping[str, str]
     ) -> subprocess.Popen:
-        here, path = Path(__file__).parent, self._directory
+        path = self._directory
         shutil.copytree(source_dir(), path, dirs_exist_ok=True)
         for name, header in replaced.items():
-            shutil.copy(here / header, path / name)
+            shutil.copy(_HERE / header, path / name)
         for name, text in {**headers, "main.cpp": main}.items():
             (path / name).write_text(text)
-        command = f"g++ {_STANDARD} -shared -I. -I{here} {options} main.cpp -o part.so 2> {_ERRORS}"
-        command = f"{command} && mv part.so {_DONE} || touch {_FAILED}"
+        part = self._library.with_suffix(f".{os.getpid()}")
+        command = f"g++ {_STANDARD} -shared -I. -I{_HERE} {options} main.cpp -o {part} 2> {_ERRORS}"
+        command = f"{command} && mv {part} {self._library} || touch {_FAILED}"
         return subprocess.Popen(command, shell=True, cwd=path)
 
     @cached_property
@@ -78,13 +86,62 @@ class Library:
         """Where it is, once it is there."""
         if self._compiler is not None:
             self._compiler.wait()
-        done, failed = self._directory / _DONE, self._directory / _FAILED
+        done, failed = self._library, self._directory / _FAILED
         deadline = time.monotonic() + _LONGEST_S
         while not done.exists():
             assert not failed.exists(), (self._directory / _ERRORS).read_text()[:4000]
             assert time.monotonic() < deadline, f"nobody compiled {self._directory}"
             time.sleep(0.05)
         return done
+
+
+def _digest(
+    main: str, options: str, replaced: Mapping[str, str], headers: Mapping[str, str]
+) -> str:
+    """Of the compiler, its options, and every text that `main` includes from here or from `csrc/sm90`, under whatever condition."""
+    texts = {"main.cpp": main}
+    names = ["main.cpp"]
+    while names:
+        for name in re.findall(r'#include "(.*?)"', texts[names.pop()]):
+            text = headers[name] if name in headers else _text(replaced.get(name, name))
+            if name not in texts and text is not None:
+                texts[name] = text
+                names.append(name)
+    key = repr((_compiler(), options, sorted(texts.items())))
+    return hashlib.sha256(key.encode()).hexdigest()[:24]
+
+
+@cache
+def _text(name: str) -> str | None:
+    """None for a header that is made for some variants."""
+    paths = [folder / name for folder in (source_dir(), _HERE) if (folder / name).exists()]
+    return paths[0].read_text() if paths else None
+
+
+@cache
+def _compiler() -> str:
+    command = ["g++", "-v", *_STANDARD.split()]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@cache
+def kept_for_later() -> Path:
+    """`$MAGI_COMPILE_TEST_CACHE_DIR`, or a folder in the user's cache directory; what was used longest ago has gone if it was full."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.environ.get("MAGI_COMPILE_TEST_CACHE_DIR") or f"{caches}/magi_compile_tests"
+    path = Path(folder).expanduser()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_room(path)
+    return path
+
+
+def _make_room(folder: Path) -> None:
+    size = 0
+    with suppress(FileNotFoundError):  # another worker makes room too
+        for file in sorted(folder.iterdir(), key=lambda x: x.stat().st_mtime, reverse=True):
+            size += file.stat().st_size
+            if size > _MOST_KEPT_BYTES:
+                file.unlink()
 
 
 def _shared(directories: pytest.TempPathFactory) -> Path:
@@ -114,7 +171,9 @@ _STANDARD_HEADERS = (
     *("algorithm", "cmath", "cstdint", "cstring", "deque", "functional", "list", "memory"),
     *("numeric", "random", "utility", "vector"),
 )
-_DONE, _FAILED, _ERRORS = "library.so", "failed", "errors.txt"
+_FAILED, _ERRORS = "failed", "errors.txt"
+_HERE = Path(__file__).parent
+_MOST_KEPT_BYTES = 1 << 30
 _LONGEST_S = 300.0
 
 

@@ -38,12 +38,14 @@ def test_compiles(case, monkeypatch, tmp_path):
     assert shared_memory_of_program("dq", case, 64, (9, 0)) <= SHARED_MEMORY[9, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward", "dq", "dkdv"])
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
-    [((8, 0), 128), ((8, 6), 256), ((9, 0), 256)],  # those that come closest to the limit
-    ids=["sm_80-128", "sm_86-256", "sm_90-256"],
+    [  # those that come closest to the limit
+        pytest.param((8, 6), 256, id="sm_86-256"),
+        pytest.param((8, 0), 128, id="sm_80-128", marks=pytest.mark.slow),
+        pytest.param((9, 0), 256, id="sm_90-256", marks=pytest.mark.slow),
+    ],
 )
 def test_fits_in_shared_memory(arch, head_dim, name, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -37,6 +37,7 @@ from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BIT_CASES
 from tests.kernels.support.dq_additions import additions_of_tiles
 from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.support.pairwise import pairwise
 
 NUM_SMS = 4
 BIT_CASE = {case.name: case for case in BIT_CASES}
@@ -201,7 +202,9 @@ def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
     assert launches.left == {LATE: count, AT_RANDOM: count}
 
 
-@pytest.mark.parametrize(("head_dim", "num_parts"), [(128, 4), (192, 2), (256, 2)])
+@pytest.mark.parametrize(
+    ("head_dim", "num_parts"), [(128, 4), pytest.param(192, 2, marks=pytest.mark.slow), (256, 2)]
+)
 def test_parts_of_a_tile(head_dim, num_parts, launches):
     parts = check(launches, replace(SINK, heads=Heads(8, 1, head_dim, head_dim)))
     assert [x for x in parts if x[2] > 1] == [(0, i, num_parts) for i in range(num_parts)]
@@ -231,8 +234,18 @@ def test_gradients_handed_on(case, heads, heads_of_pass, num_at_once, launches, 
     assert parts == [*reversed(range(passes))] * (len(parts) // passes)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("case", [PREFIX, WINDOW, TWO_WAYS], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "head_dim"),
+    [
+        *((WINDOW, head_dim) for head_dim in (64, 128, 192, 256)),
+        *[(PREFIX, 64), (PREFIX, 128), (PREFIX, 256), (TWO_WAYS, 64), (TWO_WAYS, 192)],
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in ((PREFIX, 192), (TWO_WAYS, 128), (TWO_WAYS, 256))
+        ),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
     check(launches, replace(case, heads=Heads(2, 2, head_dim, head_dim)))
 
@@ -246,12 +259,14 @@ def test_a_window_head_by_head(head_dim, launches):
     assert launches.more_head_by_head < 0
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("left", "right"), [(70, 0), (70, 30), (0, 40)])
-def test_a_window_of_several_slices(left, right, head_dim, deterministic, launches):
+@pytest.mark.parametrize(
+    ("window", "head_dim", "deterministic"),
+    pairwise([(70, 0), (70, 30), (0, 40)], (64, 128, 256), (False, True), others_are_slow=True),
+    ids=str,
+)
+def test_a_window_of_several_slices(window, head_dim, deterministic, launches):
     """One band, which both begins and ends with a key in the middle of a tile."""
-    case = windows("windows", [30, 210, 90], left, right)
+    case = windows("windows", [30, 210, 90], *window)
     check(
         launches,
         replace(case, heads=Heads(2, 1, head_dim, head_dim)),
@@ -259,15 +274,16 @@ def test_a_window_of_several_slices(left, right, head_dim, deterministic, launch
     )
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+STAIRS = [
+    varlen("short", [1, 30, 2, 50, 9, 40, 100, 3, 20], MaskType.CAUSAL),
+    block_diffusion("block_diffusion", [70, 7, 110], 12),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        varlen("short", [1, 30, 2, 50, 9, 40, 100, 3, 20], MaskType.CAUSAL),
-        block_diffusion("block_diffusion", [70, 7, 110], 12),
-    ],
-    ids=lambda case: case.name,
+    ("case", "head_dim", "deterministic"),
+    pairwise(STAIRS, (64, 128, 192, 256), (False, True), others_are_slow=True),
+    ids=lambda x: getattr(x, "name", x),
 )
 def test_stairs(case, head_dim, deterministic, launches):
     """Keys look up which queries see them."""

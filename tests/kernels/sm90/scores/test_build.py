@@ -16,6 +16,7 @@ from magi_compile.kernels.sm90.scores.gradients import table_gradients_variant
 from magi_compile.kernels.sm90.scores.source import score_source
 from magi_compile.score.read import trace_score_program
 from tests.score.score_mods import CASES
+from tests.support.pairwise import pairwise
 
 PROGRAMS = {case.name: case for case in CASES}
 
@@ -57,9 +58,14 @@ def test_gradients_of_captured_tensors_spill_nothing(name, head_dim, has_bits):
     compile_variant(replace(variant, may_spill=False))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("has_bits", [False, True])
-@pytest.mark.parametrize("name", ["learned", "tanh_of_sums", "where", "temperature", "square"])
+@pytest.mark.parametrize(
+    ("name", "has_bits", "deterministic"),
+    pairwise(
+        ["learned", "tanh_of_sums", "where", "temperature", "square"],
+        *[(False, True), (False, True)],
+        others_are_slow=True,
+    ),
+)
 def test_slopes_spill_nothing(name, has_bits, deterministic):
     score = source_of(name, wants_gradients=False)
     assert keeps_slopes(score)

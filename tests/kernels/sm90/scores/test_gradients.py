@@ -111,8 +111,22 @@ def test_rows_of_one_entry(make, kernel):
     check(kernel, case, CAUSAL, batch=1, seqlen=200)
 
 
-@pytest.mark.parametrize("mask", [FULL, DOCUMENTS, SCATTERED, BY_HEAD], ids=lambda mask: mask.name)
-@pytest.mark.parametrize("name", ["alibi", "relative", "learned", "documents"])
+UNDER_MASKS = [
+    *[("alibi", FULL), ("alibi", BY_HEAD), ("relative", DOCUMENTS), ("relative", SCATTERED)],
+    *[("learned", DOCUMENTS), ("documents", FULL), ("documents", BY_HEAD)],
+]
+OTHERS = [
+    *[("alibi", DOCUMENTS), ("alibi", SCATTERED), ("relative", FULL), ("relative", BY_HEAD)],
+    *[("learned", FULL), ("learned", SCATTERED), ("learned", BY_HEAD)],
+    *[("documents", DOCUMENTS), ("documents", SCATTERED)],
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [*UNDER_MASKS, *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS)],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_masks(name, mask, kernel):
     check(kernel, LEARNED[name], mask)
 
@@ -123,19 +137,40 @@ def test_an_index_out_of_bounds_has_no_gradient(kernel):
     check(kernel, case, CAUSAL, dense=too_short_with_zeros)
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
-@pytest.mark.parametrize("name", ["alibi", "relative", "documents"])
+WIDER = [
+    *(("relative", head_dim) for head_dim in (80, 192, 256)),
+    *[("alibi", 128), ("documents", 96)],
+]
+OTHERS_WIDER = [
+    (name, head_dim)
+    for name in ("alibi", "relative", "documents")
+    for head_dim in (80, 96, 128, 192, 256)
+    if (name, head_dim) not in WIDER
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [*WIDER, *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS_WIDER)],
+)
 def test_wider_heads(name, head_dim, kernel):
     check(kernel, LEARNED[name], CAUSAL, head_dim=head_dim)
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 72), (128, 40)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(16, 72), pytest.param(128, 40, marks=pytest.mark.slow)]
+)
 def test_values_of_another_head_dim(head_dim, head_dim_v, kernel):
     check(kernel, LEARNED["relative"], CAUSAL, head_dim=head_dim, head_dim_v=head_dim_v)
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
-@pytest.mark.parametrize("name", ["alibi", "t5"])
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [
+        *[("alibi", 64), ("t5", 64), ("t5", 256)],
+        pytest.param("alibi", 256, marks=pytest.mark.slow),
+    ],
+)
 def test_one_long_sequence(name, head_dim, kernel):
     """Several tiles and blocks, most of which have one entry and no edge."""
     check(kernel, LEARNED[name], CAUSAL, batch=1, seqlen=300, head_dim=head_dim)
@@ -158,7 +193,11 @@ def test_beside_slopes(name, kernel):
     check(kernel, LEARNED[name], CAUSAL, head_dim=128)
 
 
-@pytest.mark.parametrize("table_dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "table_dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64],
+    ids=str,
+)
 def test_wide_tables(table_dtype, kernel):
     check(kernel, LEARNED["relative"], CAUSAL, table_dtype=table_dtype)
 

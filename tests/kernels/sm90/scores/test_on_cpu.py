@@ -38,13 +38,27 @@ def test_programs(name, kernel):
     check_constants(kernel, name, CAUSAL)
 
 
-@pytest.mark.parametrize("head_dim", [128, 192])
-@pytest.mark.parametrize("name", ["alibi", "relative", "tanh_of_sums"])
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [
+        *[("alibi", 192), ("relative", 128), ("tanh_of_sums", 192)],
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (("alibi", 128), ("relative", 192), ("tanh_of_sums", 128))
+        ),
+    ],
+)
 def test_wider_heads(name, head_dim, kernel):
     check_constants(kernel, name, CAUSAL, head_dim=head_dim)
 
 
-@pytest.mark.parametrize("name", ["learned", "clamp", "where", "temperature", "square"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["learned", "where", "square"],
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("clamp", "temperature")),
+    ],
+)
 def test_two_thread_blocks_share_a_tile_where_slopes_are_kept(name, kernel):
     check_constants(kernel, name, CAUSAL, head_dim=128)
 
