@@ -111,10 +111,13 @@ def tensors(rows, **given):
     return q, k, v
 
 
+SHARED = ("softmax_scale", "softcap", "collective", "batch_entries")
+
+
 def run_calls(group, calls):
     """The error of a call with tensors and options that the ranks do not have in common; the next call is right."""
     given = dict(calls[group.rank()])
-    options = {x: given.pop(x) for x in ("softmax_scale", "softcap", "collective") if x in given}
+    options = {x: given.pop(x) for x in SHARED if x in given}
     plan = plan_rank(CAUSAL, group.size(), group.rank(), OPTIONS)
     rows = given.pop("rows", plan.dispatch.seqlen_local)
     with pytest.raises(ValueError) as raised:
@@ -141,6 +144,7 @@ def run_calls(group, calls):
         ([{"rows": 96}, {}], "the rows of `q` must be .* rank 1 has 48 and rank 0 has 96"),
         ([{"softmax_scale": 0.5}, {}], "the scale of the scores must be .* 0.25 and rank 0 has 0.5"),
         ([{"softcap": 30.0}, {}], "`softcap` must be .* rank 1 has 0.0 and rank 0 has 30.0"),
+        ([{"batch_entries": 2}, {}], "the batch entries of `q`, `k` and `v` must be .* 1 and rank 0 has 2"),
         ([{"collective": "all_to_all"}, {}], "`collective` must .* auto and rank 0 has all_to_all"),
     ],
 )  # fmt: skip
@@ -195,7 +199,7 @@ def run_on_gpus(group, has_cpu_backend):
     patch.setattr(agreement, "EVERY", 64)
     exchanges, exchange = [], agreement._exchange
     patch.setattr(agreement, "_exchange", lambda *x: exchanges.append(1) or exchange(*x))
-    kinds = [agreement.Call(plan, 2, 0, 4, 2, 16, 16, 48, 48, 0, 0.25, 0.0) for plan in range(100)]
+    kinds = [agreement.Call(plan, 2, 0, 1, 4, 2, 16, 16, 48, 48, 0, 0.25, 0.0) for plan in range(100)]
 
     def call(number, **options):
         kind = kinds[number]._replace(**options)

@@ -154,7 +154,7 @@ def _tensors_of(arguments: Sequence[Any]) -> list[Tensor | None]:
         if argument is None or isinstance(argument, Tensor):
             tensors.append(argument)
         elif isinstance(argument, (list, tuple)):
-            tensors += argument
+            tensors += [x for x in argument if isinstance(x, Tensor)]  # not numbers
     return tensors
 
 
