@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -86,16 +87,12 @@ class PlanLayout(NamedTuple):
         sizes = (rows * torch.Size(row).numel() for rows, row in zip(self, _ROWS, strict=True))
         return list(accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0))
 
-    def views(self, memory: Tensor) -> list[Tensor]:
-        """The tensors in `memory`."""
-        return [
-            memory.as_strided((rows, *row), _strides(row), offset)
-            for rows, row, offset in zip(self, _ROWS, self.offsets, strict=False)
-        ]
-
-
-def _strides(row: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(torch.Size(row[i:]).numel() for i in range(len(row) + 1))
+    @property
+    def places(self) -> list[tuple[Any, ...]]:
+        """The size, the stride and the offset of each tensor."""
+        strides = (tuple(torch.Size(x[i:]).numel() for i in range(len(x) + 1)) for x in _ROWS)
+        sizes = ((rows, *row) for rows, row in zip(self, _ROWS, strict=True))
+        return list(zip(sizes, strides, self.offsets, strict=False))
 
 
 def shape_of(tiles: Sequence[int], layout: PlanLayout) -> tuple[Any, ...]:
@@ -127,9 +124,9 @@ def pack(plan: Plan) -> list[Tensor]:
     shape = shape_of(plan.tiles or PlanTiles(0, 0, 0, 0), layout)
     memory = some.new_empty(layout.offsets[-1])
     if not _compat.is_fake(memory):
-        for view, x in zip(layout.views(memory), tensors, strict=True):
+        for place, x in zip(layout.places, tensors, strict=True):
             if x is not None:
-                view.copy_(x)
+                memory.as_strided(*place).copy_(x)
     return [memory, some.new_empty_strided(shape, strides_of(shape)), *plan.others]
 
 
@@ -138,15 +135,20 @@ def unpack(packed: Sequence[Tensor]) -> Plan:
     if not packed:
         return Plan()
     memory, shape, *others = packed
-    first = 1 + len(PlanTiles._fields)
-    tiles, layout = PlanTiles(*shape.shape[1:first]), PlanLayout(*shape.shape[first:])
-    q_tiles, q_runs, q_edges, splits, k_tiles, k_runs, k_edges, pieces = layout.views(memory)
-    if not tiles.q_tile_rows:
+    tiles, places = _read(tuple(shape.shape))
+    if tiles is None:
+        pieces = memory.as_strided(*places[-1])
         return Plan(pieces=pieces, others=tuple(others), packed=tuple(packed))
-    return Plan(
-        tiles,
-        Walk(q_tiles, q_runs, q_edges),
-        Walk(k_tiles, k_runs, k_edges),
-        splits,
-        packed=tuple(packed),
+    q_tiles, q_runs, q_edges, splits, k_tiles, k_runs, k_edges = (
+        memory.as_strided(*place) for place in places[:-1]
     )
+    q_walk, k_walk = Walk(q_tiles, q_runs, q_edges), Walk(k_tiles, k_runs, k_edges)
+    return Plan(tiles, q_walk, k_walk, splits, packed=tuple(packed))
+
+
+@lru_cache(maxsize=1024)
+def _read(shape: tuple[int, ...]) -> tuple[PlanTiles | None, list[tuple[Any, ...]]]:
+    """The tile sizes in the shape of a packed plan, None where it has no walks, and the places of its tensors."""
+    first = 1 + len(PlanTiles._fields)
+    tiles = PlanTiles(*shape[1:first])
+    return tiles if tiles.q_tile_rows else None, PlanLayout(*shape[first:]).places

@@ -420,7 +420,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _tables_of(*rest: Any) -> Sequence[Tensor]:
-    return Options(*rest).tables or ()
+    return rest[_TABLES] or () if len(rest) > _TABLES else ()
+
+
+_TABLES = Options._fields.index("tables")
 
 
 define_differentiable(

@@ -199,7 +199,9 @@ def run_on_gpus(group, has_cpu_backend):
     patch.setattr(agreement, "EVERY", 64)
     exchanges, exchange = [], agreement._exchange
     patch.setattr(agreement, "_exchange", lambda *x: exchanges.append(1) or exchange(*x))
-    kinds = [agreement.Call(plan, 2, 0, 1, 4, 2, 16, 16, 48, 48, 0, 0.25, 0.0) for plan in range(100)]
+    kinds = [
+        agreement.Call(plan, 2, 0, 1, 4, 2, 16, 16, 48, 48, 0, 0.25, 0.0) for plan in range(100)
+    ]
 
     def call(number, **options):
         kind = kinds[number]._replace(**options)

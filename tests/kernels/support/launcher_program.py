@@ -268,6 +268,39 @@ def bit_blocks(setup: Setup) -> None:
     assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
 
 
+def by_entry(setup: Setup) -> None:
+    """Tensors by entries of the batch, which the op packs and unpacks: views of them are repeated too; copies, and views of which
+    nobody knows whose they are, go through Python."""
+    plan = plan_of(AttnSlices.full(ROWS))
+    numbering = (1, 4, ROWS, ROWS, 0)
+    options = ([], plan, 0.125, 0.0, "cuda")
+
+    def entries(heads: int) -> torch.Tensor:
+        return torch.zeros(ROWS, heads, 64, dtype=torch.bfloat16).transpose(0, 1)[None]
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        given = (*options, None, None, [], "", numbering, True)
+        out, lse, nothing = torch.ops.magi.ffa_fwd(q, k, v, *given)
+        assert (out.shape, out.stride()[1:]) == (q.shape, q.stride()[1:])
+        dq, dk, _, _ = torch.ops.magi.ffa_bwd(
+            *(torch.ones_like(out), None, q, k, v, out, lse),
+            *(*options, False, None, None, [], "", numbering),
+        )
+        assert (dq.shape, dk.shape, nothing.shape) == (q.shape, k.shape, (0,))
+        launched, again = setup.in_python(), setup.repeated()
+        forward = idle_driver.fields(FORWARD, (launched or again)[0][-1])
+        assert forward["out_rows"] == out.data_ptr()
+        assert bool(launched) != bool(again)
+        return bool(again)
+
+    assert [call(entries(4), entries(2), entries(2)) for _ in range(3)] == [False, True, True]
+    both = entries(4)
+    assert [call(entries(4), both[:, :2], both[:, 2:]) for _ in range(2)] == [False, True]
+    setup.launcher.forget()
+    one = entries(2)
+    assert not any(call(entries(4), one.view(one.shape), one.view(one.shape)) for _ in range(2))
+
+
 def mask_bits(setup: Setup) -> None:
     """The slices of a mask_mod with bit blocks; what PyTorch computes in front of the kernel is computed in each call."""
     code = "def mask(q, kv, t0):;;     return t0[q] & t0[kv] > 0"

@@ -14,8 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -161,17 +160,21 @@ def _tensors_of(arguments: Sequence[Any]) -> list[Tensor | None]:
 def _results(
     results: Sequence[Tensor], done: calls.LaunchedCall
 ) -> tuple[list[int], list[calls.Buffer]] | None:
-    """Which of the buffers made each result is, and these buffers, with those of results without elements behind them; None if a
-    result is another tensor."""
-    where = {id(x): i for i, x in enumerate(done.made)}
+    """Which of the buffers made each result is, and these buffers, shaped as the results are, with those of results without elements
+    behind them; None if a result is another tensor."""
+    where = {_place(x): i for i, x in enumerate(done.made) if x.numel()}
     numbers, buffers = [], list(done.call.made)
     for result in results:
-        if id(result) not in where and result.numel():
+        if result.numel() == 0:
+            numbers.append(len(buffers))
+            buffers.append(calls.Buffer(tuple(result.shape), result.stride(), result.dtype))
+            continue
+        number = where.get(_place(result))
+        if number is None or result.numel() != done.made[number].numel() or number in numbers:
             return None
-        if id(result) not in where:
-            where[id(result)] = len(buffers)
-            buffers.append(calls.Buffer.of(result.shape, result.dtype))
-        numbers.append(where[id(result)])
+        buffer = buffers[number]
+        buffers[number] = buffer._replace(shape=tuple(result.shape), stride=result.stride())
+        numbers.append(number)
     return numbers, buffers
 
 
@@ -179,29 +182,39 @@ def _places(
     tensors: Sequence[Tensor | None], among: Sequence[Tensor | None]
 ) -> list[tuple[int, int]] | None:
     """Which of others each of `tensors` is, or is a part of, and where it begins there, in bytes; (-1, 0) for None. None if one
-    is not among them."""
+    is not among them, or if which one it is cannot be told."""
     where = {id(x): i for i, x in enumerate(among) if x is not None}
-    memories = Counter(_memory(x) for x in among if x is not None)
-    of_memory = {_memory(x): i for i, x in enumerate(among) if x is not None}
+    begins, memories = _numbers(among, _place), _numbers(among, lambda x: _place(x)[0])
     places = []
     for tensor in tensors:
         if tensor is None or tensor.numel() == 0:
             places.append((-1, 0))
-        elif id(tensor) in where:
-            places.append((where[id(tensor)], 0))
-        elif (
-            memories[_memory(tensor)] == 1
-        ):  # a part of that one, because no other argument leads there
-            whole = among[of_memory[_memory(tensor)]]
-            assert whole is not None
-            places.append((of_memory[_memory(tensor)], tensor.data_ptr() - whole.data_ptr()))
-        else:
+            continue
+        # A view that begins where one argument does, or a part of one, where no other leads to that memory.
+        found = [where[id(tensor)]] if id(tensor) in where else begins.get(_place(tensor), [])
+        found = found or memories.get(_place(tensor)[0], [])
+        if len(found) != 1:
             return None
+        whole = among[found[0]]
+        assert whole is not None
+        places.append((found[0], tensor.data_ptr() - whole.data_ptr()))
     return places
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """The address of its memory, and where it begins there."""
+    return tensor.untyped_storage().data_ptr(), tensor.data_ptr()
+
+
+def _numbers(
+    tensors: Sequence[Tensor | None], key: Callable[[Tensor], Hashable]
+) -> dict[Hashable, list[int]]:
+    """The numbers of the tensors that have elements, by `key`."""
+    found: dict[Hashable, list[int]] = {}
+    for i, x in enumerate(tensors):
+        if x is not None and x.numel():
+            found.setdefault(key(x), []).append(i)
+    return found
 
 
 @cache

@@ -25,7 +25,15 @@ def driver(tmp_path_factory):
 
 
 PROGRAMS = [
-    *("same_launches", "masks", "bit_blocks", "mask_bits", "other_shapes", "same_tensors"),
+    *(
+        "same_launches",
+        "masks",
+        "bit_blocks",
+        "by_entry",
+        "mask_bits",
+        "other_shapes",
+        "same_tensors",
+    ),
     *("other_devices", "errors", "nothing_is_lost"),
 ]
 
