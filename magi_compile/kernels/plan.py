@@ -137,7 +137,7 @@ def unpack(packed: Sequence[Tensor]) -> Plan:
     memory, shape, *others = packed
     tiles, places = _read(tuple(shape.shape))
     if tiles is None:
-        pieces = memory.as_strided(*places[-1])
+        pieces = None if others else memory.as_strided(*places[-1])
         return Plan(pieces=pieces, others=tuple(others), packed=tuple(packed))
     q_tiles, q_runs, q_edges, splits, k_tiles, k_runs, k_edges = (
         memory.as_strided(*place) for place in places[:-1]

@@ -17,6 +17,7 @@ from magi_compile.lowering.options import DEFAULTS
 from magi_compile.lowering.report import Decision, LoweringReport
 from magi_compile.masks import AttnSlices, MaskType
 from magi_compile.masks.bits import FIRST_BITS
+from magi_compile.ops.arguments import Options
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,6 @@ class Explanation:
         return "\n".join([*blocks, str(self.report)])
 
 
-def _place_of_slices(call: LoweredCall) -> int:
-    """The position of the slices among the arguments of the op."""
-    return 4 if call.node.target.__name__.startswith("scored_") else 3  # type: ignore[union-attr]
-
-
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Runs `fn(*args, **kwargs)` once and explains what backend="magi" does with every attention in it.
 
@@ -123,10 +119,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         explanation.num_across_ranks += sum(name.startswith("cp_attention") for name in names)
         calls = lower_flex_attention(gm, DEFAULTS, explanation.report)
         for call in calls:
-            place = _place_of_slices(call)
-            call.node.target = _recording(call, place, explanation)
-            if call.slices:
-                call.node.update_arg(place, list(call.slices))
+            call.node.target = _recording(call, explanation)
+            if call.mask is not None:
+                call.node.update_arg(_SLICES, list(call.mask.ranges))
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 module.recompile()
@@ -138,16 +133,20 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return explanation
 
 
-def _recording(call: LoweredCall, place: int, explanation: Explanation) -> Callable[..., Any]:
+_SLICES = 3  # among the arguments of the op: behind q, k and v
+
+
+def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any]:
     """The target of the call's node, which also writes the call down."""
     target: Any = call.node.target
 
     def attention(*args: Any) -> Any:
         slices = None
         if call.decision.kernel:
-            (q, k), (q_ranges, k_ranges, mask_types, *bits) = args[:2], args[place]
+            (q, k, _), options = args[:_SLICES], Options(*args[_SLICES:])
+            q_ranges, k_ranges, mask_types = options.slices
             lists = (q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
-            slices = AttnSlices.unchecked(*lists, *bits).compact()
+            slices = AttnSlices.unchecked(*lists, options.bits).compact()
         explanation.calls.append(AttentionCall(call.decision, slices))
         return target(*args)
 

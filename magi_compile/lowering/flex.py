@@ -226,11 +226,11 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_hea
 
 class LoweredCall(NamedTuple):
     """A decision, the node that now runs the attention: `magi::attention`,
-    or FlexAttention where it was refused; and the nodes of its slices, which need not be among its arguments."""
+    or FlexAttention where it was refused; and its mask, whose slices need not be among its arguments."""
 
     decision: Decision
     node: Node
-    slices: tuple[Node, ...] = ()
+    mask: Mask | None = None
 
 
 def lower_flex_attention(
@@ -272,9 +272,9 @@ def _lower_graph(
         found = analyze(call, options)
         decision = decision_on(call, found)
         report.add(decision)
-        slices: tuple[Node, ...] = ()
+        mask: Mask | None = None
         if not found.reasons:
-            node, slices = _replace(call, found, masks, options)
+            node, mask = _replace(call, found, masks, options)
         elif options.strict:
             raise LoweringRefusedError(str(decision))
         elif call.needs_cpu_gradients:
@@ -282,7 +282,7 @@ def _lower_graph(
                 f"cannot be {decision}\nand FlexAttention has no gradients on a CPU, so nothing can run it; compute them on a GPU, or "
                 "change what is refused"
             )
-        lowered.append(LoweredCall(decision, node, slices))
+        lowered.append(LoweredCall(decision, node, mask))
     if nodes:
         # Not eliminate_dead_code(): it deletes calls with effects that FX does not know (vmap nesting, autocast).
         gm.graph.lint()
@@ -292,7 +292,7 @@ def _lower_graph(
 
 def _replace(
     call: FlexCall, found: Analysis, masks: dict[Any, Mask], options: LoweringOptions
-) -> tuple[Node, tuple[Node, ...]]:
+) -> tuple[Node, Mask]:
     emit = Emitter(call.node.graph, call.node)
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
     way = found.way
@@ -309,4 +309,4 @@ def _replace(
             user.replace_all_uses_with(outputs[index])
         call.node.graph.erase_node(user)
     call.node.graph.erase_node(call.node)
-    return attention, masks[key].slices
+    return attention, masks[key]

@@ -334,11 +334,6 @@ class Mask:
     bits: Node | None = None
     plans: dict[Any, Node] = field(default_factory=dict)
 
-    @property
-    def slices(self) -> tuple[Node, ...]:
-        """Its slices as ops take them."""
-        return self.ranges if self.bits is None else (*self.ranges, self.bits)
-
 
 def emit_mask(emit: Emitter, way: Way, options: LoweringOptions) -> Mask:
     """Derives the slices of the mask, for the packed rows of all batch entries."""

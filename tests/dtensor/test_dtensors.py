@@ -78,7 +78,7 @@ def check(attend, tensors, mesh, placements, kv_placements, dims, backend=None):
         run = torch.compile(
             attend, backend=lowered if backend == "lowered" else backend, fullgraph=True
         )
-    out, lse = run(*inputs)
+    out, lse, *_ = run(*inputs)
     of_lse = lse_placements(placements, dims)
     dlse = distribute_tensor(torch.ones_like(wanted[1]), mesh, of_lse)
     grads = torch.autograd.grad(

@@ -127,7 +127,7 @@ def test_cuda(tmp_path_factory):
             "} return;",
         ]
     main = [
-        *('#include "scores/functions.cuh"', "using namespace ffa;"),
+        *('#include "common/ptx.cuh"', '#include "scores/functions.cuh"', "using namespace ffa;"),
         'extern "C" void run(int number, void* a, void* b, void* out) { switch (number) {',
         *(*lines, "} }"),
     ]

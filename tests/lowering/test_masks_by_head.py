@@ -211,8 +211,10 @@ def test_what_a_graph_holds_where_no_data_decide():
     assert slices.target is torch.ops.magi.mask_slices.default
     assert slices.args[6] == BATCH * HEADS * (SEQLEN // 16 + 256)
     assert slices.args[-1] == [HEADS, 2]
-    assert attention.target is torch.ops.magi.attention_of_entries.default
-    assert attention.args[-1] is True  # by head
+    assert attention.target is torch.ops.magi.attention.default
+    *_, numbering, by_entry = attention.args
+    assert by_entry
+    assert list(numbering) == [BATCH, HEADS, SEQLEN, SEQLEN, 1]  # by head
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)

@@ -44,9 +44,9 @@ def test_other_results_are_no_number(copy, capsys):
     kernel = copy / "magi_compile" / "kernels" / "cpu" / "kernel.py"
     text = kernel.read_text()
     kernel.write_text(
-        text + "\n_forward_flash_of_this = CpuKernel._forward\n\n\ndef _twice(self, *a, **k):\n"
+        text + "\n_forward_flash_of_this = CpuKernel.forward\n\n\ndef _twice(self, *a, **k):\n"
         "    found = _forward_flash_of_this(self, *a, **k)\n    return found._replace(out=2 * found.out)\n\n\n"
-        "CpuKernel._forward = _twice\n"
+        "CpuKernel.forward = _twice\n"
     )
     trees = ["--tree", f"this={ROOT}", "--tree", f"other={copy}", "--passes", "fwd"]
     assert main([*QUICK, *trees]) == 1

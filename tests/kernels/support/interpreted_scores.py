@@ -125,16 +125,17 @@ def test_heads_as_batch_entries():
     problem = AttnProblem("cpu", None, torch.float32, 1, 1, DIM, DIM, DIM**-0.5, has_score=True)
     kernel, packed = TritonKernel(), [x.reshape(-1, 1, DIM) for x in (q, k, v)]
     plan = kernel.plan(slices, problem)
-    out, lse = kernel.scored_forward(*packed, slices, plan, problem, score)
+    out, lse = kernel.forward(*packed, slices, plan, problem, score=score)
     torch.testing.assert_close(out.view(expected.shape), expected)
     torch.testing.assert_close(lse.view(expected_lse.shape), expected_lse)
     weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
-    found, of_tables = kernel.scored_backward(
-        *(Grads(weights, lse.cos()), Saved(*packed, out, lse), slices, plan, problem, score),
-        list(program.differentiable_tables),
+    sums = {i: torch.zeros(tables[i].shape) for i in program.differentiable_tables}
+    found = kernel.backward(
+        *(Grads(weights, lse.cos()), Saved(*packed, out, lse), slices, plan, problem),
+        score=score._replace(sums=sums),
         deterministic=False,
     )
-    for actual, gradient in zip((*found, *of_tables), grads, strict=True):
+    for actual, gradient in zip((*found, *sums.values()), grads, strict=True):
         torch.testing.assert_close(actual.view(gradient.shape), gradient, rtol=1e-4, atol=1e-4)
 
 
