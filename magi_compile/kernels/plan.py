@@ -61,6 +61,13 @@ class Plan(NamedTuple):
         return self.q_walk, self.k_walk
 
 
+def other_kernel(name: str) -> ValueError:
+    """The error of the kernel called `name` for the plan of another one."""
+    return ValueError(
+        f"`plan` must be made with the kernel that runs it, {name!r}, got that of another one"
+    )
+
+
 def check_tiles(made_for: PlanTiles | None, tiles: PlanTiles) -> None:
     """Raises ValueError if a plan that was `made_for` some tiles is walked by others."""
     if made_for != tiles:

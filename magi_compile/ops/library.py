@@ -133,8 +133,7 @@ def _plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) ->
         key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
         if key not in _by_content:
             slices.check_bounds()  # somebody may have written to them, uncounted or in front of a compiled graph
-            plan = kernel.plan(slices, problem)
-            _by_content[key] = plan._replace(packed=tuple(pack(plan)))
+            _by_content[key] = unpack(pack(kernel.plan(slices, problem)))
         _by_content.move_to_end(key)
         if len(_by_content) > _MOST_BY_CONTENT:
             _by_content.popitem(last=False)
@@ -330,11 +329,11 @@ def _sums(tables: Sequence[Tensor], wanted: Sequence[int], q: Tensor) -> Tensor:
 
 def split_sums(sums: Tensor, tables: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
     """The gradient of each of the captured tensors that are `wanted`, views of `sums`."""
-    shapes = [tables[number].shape for number in wanted]
-    begins = accumulate((shape.numel() for shape in shapes), initial=0)
+    some = [tables[number] for number in wanted]
+    begins = accumulate((x.numel() for x in some), initial=0)  # a torch.Size would guard its own
     return [
-        sums.narrow(0, begin, shape.numel()).view(shape)
-        for begin, shape in zip(begins, shapes, strict=False)
+        sums.narrow(0, begin, x.numel()).view(x.shape)
+        for begin, x in zip(begins, some, strict=False)
     ]
 
 
@@ -415,7 +414,11 @@ class _Attention(torch.autograd.Function):
             ),
         )
         found = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
-        of_tables = (found[i].to(x.dtype) if i in found else None for i, x in enumerate(tables))
+        # Each in memory of its own, because leaves keep it.
+        copies = len(wanted) > 1
+        of_tables = (
+            found[i].to(x.dtype, copy=copies) if i in found else None for i, x in enumerate(tables)
+        )
         return (None, dq, dk, dv, *of_tables)
 
 

@@ -32,18 +32,18 @@ def register_rules() -> None:
         others = of_options(options, bits=options.bits, tables=options.tables)
         max_scores = first if options.return_max_scores else replicated
         rules = [([replicated] * 3, [*[replicated] * 3, *others])]
-        if may_divide(k, options.score):
+        if may_divide(k, options.numbering):
             rules.append(([heads, first, max_scores], [*[heads] * 3, *others]))
         return rules
 
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any
     ) -> list[Any]:
-        given = list[Any](rest[6:10])  # DTensor leaves out what has its default
-        bits, tables, _, score = given + [None, None, (), ""][len(given) :]
+        given = list[Any](rest[6:11])  # DTensor leaves out what has its default
+        bits, tables, _, _, numbering = given + [None, None, (), "", ()][len(given) :]
         others = of_options(Options(*rest[:5]), bits=bits, tables=tables)
         rules = [([replicated] * 4, of_backward(dlse, replicated, replicated) + others)]
-        if may_divide(k, score):
+        if may_divide(k, numbering):
             rules.append(([*[heads] * 3, replicated], of_backward(dlse, heads, first) + others))
         return rules
 
@@ -52,9 +52,10 @@ def register_rules() -> None:
         number = len(options.slices) + len(options.plan) + (bits is not None) + len(tables or ())
         return [replicated] * number
 
-    def may_divide(k: Any, score: str) -> bool:
-        # A score_mod tells heads apart: a shard of them would have other numbers.
-        return not score and heads_divide(k)
+    def may_divide(k: Any, numbering: Sequence[int]) -> bool:
+        # A score_mod tells heads apart, and tensors by entries say how many there are: a shard of them would have other numbers. Both
+        # have a numbering, and whether there is one is a part of the key by which DTensor keeps a rule.
+        return not numbering and heads_divide(k)
 
     def checked(*arguments: Any) -> list[Any]:
         return [([replicated] * 3, [*[replicated] * 3, *[None] * (len(arguments) - 3)])]

@@ -529,6 +529,34 @@ def run_ops(group, placements):
     torch.testing.assert_close(gathered.full_tensor(), out.detach())
 
 
+def run_ops_with_a_numbering(group):
+    """Heads have numbers in it, of which a shard would have others: they are gathered, whatever the rule for such shapes was before."""
+    mesh = mesh_of_2x2(group)
+    q, k, v, _ = packed(4, 2)
+    given = [SLICES.q_ranges, SLICES.k_ranges, SLICES.mask_types]
+    given = [distribute_tensor(x, mesh, [R, R]) for x in given]
+    inputs = [distribute_tensor(x, mesh, [R, HEADS]) for x in (q, k, v)]
+    numbering = [1, 4, q.shape[0], k.shape[0], 0]
+    for text in ("", BY_HEAD, ""):
+        rest = (None, None, [], text, numbering)
+        out, lse, _ = torch.ops.magi.attention(*inputs, given, [], 0.3, 0.0, "", *rest)
+        lists = [SLICES.q_ranges, SLICES.k_ranges, SLICES.mask_types]
+        wanted = torch.ops.magi.attention(q, k, v, lists, [], 0.3, 0.0, "", *rest)
+        torch.testing.assert_close(out.full_tensor(), wanted[0])
+        torch.testing.assert_close(lse.full_tensor(), wanted[1])
+        entries = [x.redistribute(placements=[R, R]).transpose(0, 1)[None] for x in inputs]
+        entries = [x.redistribute(placements=[R, HEADS]) for x in entries]
+        out, *_ = torch.ops.magi.attention(*entries, given, [], 0.3, 0.0, "", *rest, True)
+        torch.testing.assert_close(out.full_tensor()[0].transpose(0, 1), wanted[0])
+
+
+BY_HEAD = "score * (h + 1);; def score(score, h):;;     return score * (h + 1);; def d_score(g, h):;;     return g * (h + 1)"
+
+
+def test_ops_with_a_numbering(ranks_of):
+    ranks_of(4).run(run_ops_with_a_numbering)
+
+
 @pytest.mark.parametrize("placements", [[R, R], [R, HEADS], [HEADS, R]], ids=str)
 def test_ops_on_dtensors(ranks_of, placements):
     ranks_of(4).run(run_ops, placements)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import magi_compile
-from magi_compile import UnsupportedScoreModError
+from magi_compile import UnsupportedScoreModError, make_backend
 from tests.score.score_mods import (
     BATCH,
     CASES,
@@ -222,3 +223,29 @@ def test_a_program_that_is_none(arguments):
     tensors, options, (symbols, _, numbering) = arguments
     with pytest.raises(ValueError, match="`program` must have a function `score`, got 'score'"):
         torch.ops.magi.ffa_fwd(*tensors, *options, None, [], symbols, "score", numbering)
+
+
+def test_tables_of_any_length_compile_once():
+    """Their gradients too, which the op gives in one piece."""
+
+    def attend(q, k, v, bias, factors):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score * factors[h] + bias[kv_idx]
+
+        return flex_attention(q, k, v, score_mod)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    lowered = make_backend(counter)
+    compiled = torch.compile(attend, backend=lowered, fullgraph=True, dynamic=True)
+    for length in (6, 7, 9, 11):
+        tensors = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
+        tables = [torch.randn(length, requires_grad=True), torch.ones(2, requires_grad=True)]
+        found = torch.autograd.grad(compiled(*tensors, *tables).sum(), [*tensors, *tables])
+        eager = magi_compile.flex_attention(
+            *tensors, lambda s, b, h, q, kv, tables=tables: s * tables[1][h] + tables[0][kv]
+        )
+        wanted = torch.autograd.grad(eager.sum(), [*tensors, *tables])
+        torch.testing.assert_close(found, wanted)
+        sizes = [x.untyped_storage().nbytes() for x in wanted[3:]]
+        assert sizes == [4 * length, 8]  # none keeps the memory of the other
+    assert counter.frame_count <= 1

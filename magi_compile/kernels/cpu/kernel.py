@@ -28,7 +28,7 @@ from magi_compile.kernels.cpu.pieces import Piece, cut, plan_pieces
 from magi_compile.kernels.cpu.scores import ScoredTiles
 from magi_compile.kernels.cpu.softmax import Partial, attention_of_scores
 from magi_compile.kernels.merge import merge_partials, merge_prior
-from magi_compile.kernels.plan import Plan
+from magi_compile.kernels.plan import Plan, other_kernel
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
@@ -190,7 +190,8 @@ class CpuKernel:
 
 
 def _pieces(plan: Plan, problem: AttnProblem) -> list[Piece]:
-    assert plan.pieces is not None
+    if plan.pieces is None:
+        raise other_kernel(CpuKernel.name)
     pieces = [Piece(*row) for row in plan.pieces.tolist()]
     if has_scores(problem):
         return [tile for piece in pieces for tile in _cut_scores(piece)]

@@ -35,7 +35,7 @@ from magi_compile.kernels.heuristics import (
     plan_tiles,
 )
 from magi_compile.kernels.merge import merge_prior
-from magi_compile.kernels.plan import Plan, PlanTiles, check_tiles
+from magi_compile.kernels.plan import Plan, PlanTiles, check_tiles, other_kernel
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall
@@ -75,6 +75,8 @@ class _Facts(NamedTuple):
     @classmethod
     def read(cls, plan: Plan, problem: AttnProblem) -> tuple[_Facts, list[Tensor]]:
         """The facts of a plan, whose blocks must be those of `problem`, and its other tensors."""
+        if not plan.others:
+            raise other_kernel(Fa4Kernel.name)
         on_host, *tensors = plan.others
         is_native, *rest = on_host.tolist()
         facts = cls(is_native, PlanTiles(*rest[:4]), *rest[4:])

@@ -137,17 +137,18 @@ class Call(NamedTuple):
         addresses += addresses_of(behind)
         for one in self.launches:
             one(addresses, stream)
-        if (done := getattr(_recording, "done", None)) is not None and not behind:
-            done.append(LaunchedCall(self, tuple(given), tuple(made)))
+        if (done := getattr(_recording, "done", None)) is not None:
+            done.append(LaunchedCall(self, tuple(given), tuple(made), bool(behind)))
         return made
 
 
 class LaunchedCall(NamedTuple):
-    """A call, what it was given, and what it made."""
+    """A call, what it was given, what it made, and whether it had tensors behind these."""
 
     call: Call
     given: tuple[Tensor | None, ...]
     made: tuple[Tensor, ...]
+    has_others: bool
 
 
 _recording = threading.local()

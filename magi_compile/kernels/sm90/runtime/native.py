@@ -81,7 +81,7 @@ class Launcher:
         except Exception as error:
             self._library.magi_note_error(f"{type(error).__name__}: {error}".encode())
             raise
-        if len(done) == 1:
+        if len(done) == 1 and not done[0].has_others:
             self._adopt(done[0], _tensors_of(arguments), results)
         return results
 
@@ -170,9 +170,11 @@ def _results(
             buffers.append(calls.Buffer(tuple(result.shape), result.stride(), result.dtype))
             continue
         number = where.get(_place(result))
-        if number is None or result.numel() != done.made[number].numel() or number in numbers:
+        if number is None or number in numbers:
             return None
-        buffer = buffers[number]
+        buffer, tensor = buffers[number], done.made[number]
+        if (result.numel(), result.dtype) != (tensor.numel(), tensor.dtype):
+            return None
         buffers[number] = buffer._replace(shape=tuple(result.shape), stride=result.stride())
         numbers.append(number)
     return numbers, buffers
