@@ -190,14 +190,14 @@ def _attend(
         )
         kernel = _kernel_of_eager_call(problem, scored)
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel, has_score=has_score)
-    options = Options(
-        *(lists, plan, float(softmax_scale), float(softcap), kernel, bits),
-        return_max_scores=return_max_scores,
-    )
-    if scored is not None:
-        program, tables, numbering = scored
-        options = options._replace(tables=tables, score=program.text, numbering=numbering)
-    out, lse, max_scores = torch.ops.magi.attention(q, k, v, *options.short())
+    rest: tuple[Any, ...] = (lists, plan, float(softmax_scale), float(softcap), kernel)
+    if bits is not None or scored is not None or return_max_scores:
+        options = Options(*rest, bits, return_max_scores=return_max_scores)
+        if scored is not None:
+            program, tables, numbering = scored
+            options = options._replace(tables=tables, score=program.text, numbering=numbering)
+        rest = options.short()
+    out, lse, max_scores = torch.ops.magi.attention(q, k, v, *rest)
     return AttnOutput(out, lse, max_scores if return_max_scores else None)
 
 

@@ -371,8 +371,8 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *tables: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        options = Options(*rest)._replace(tables=list(tables) or None)
-        out, lse, max_scores = torch.ops.magi.ffa_fwd.default(q, k, v, *options.short())
+        options = Options(*rest)
+        out, lse, max_scores = torch.ops.magi.ffa_fwd.default(q, k, v, *rest)
         bits = [] if options.bits is None else [options.bits]
         lists = [(q, k, v, out, lse), options.slices, options.plan, bits, tables]
         ctx.save_for_backward(*(x for tensors in lists for x in tensors))
@@ -397,22 +397,17 @@ class _Attention(torch.autograd.Function):
             wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
+        others: tuple[Any, ...] = ()
+        if bits or given.numbering:
+            of_score = (tables, given.symbols, given.score, given.numbering, wanted)
+            others = short((bits[0] if bits else None, *of_score), 0)
         dq, dk, dv, sums = gradients(
             torch.ops.magi.ffa_bwd.default,
             *(dout, dlse, q, k, v, out, lse, slices, plan),
-            *(given.softmax_scale, given.softcap, given.kernel, deterministic),
-            *short(
-                (
-                    bits[0] if bits else None,
-                    tables,
-                    given.symbols,
-                    given.score,
-                    given.numbering,
-                    wanted,
-                ),
-                0,
-            ),
+            *(given.softmax_scale, given.softcap, given.kernel, deterministic, *others),
         )
+        if not tables:
+            return None, dq, dk, dv
         found = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
         # Each in memory of its own, because leaves keep it.
         copies = len(wanted) > 1
