@@ -113,9 +113,17 @@ def graph_of(
     *,
     functional: bool = False,
 ) -> torch.fx.GraphModule:
-    """The graph of PyTorch's operators that a function calls, for any values: of `indices[0]` int64 tensors without
-    dimensions on the device `indices[1]`, of tensors like `tensors`, with any symbolic sizes, and of `num_ints` ints. Where
-    it is `functional`, operators that write only do so at its end, to what the function was given.
+    """The graph of PyTorch's operators that a function calls, for any values.
+
+    Args:
+        function: takes indices, then tensors, then ints.
+        tensors: it is given tensors like these, with any symbolic sizes.
+        num_ints: how many ints it is given.
+        indices: how many int64 tensors without dimensions it is given, and their device.
+        functional: whether operators that write only do so at the end, to what the function was given.
+
+    Returns:
+        The graph.
 
     Raises:
         ValueError: the function does not do the same for all sizes.

@@ -133,6 +133,9 @@ def within_documents(
         tensors: what says where documents of rows and of keys begin.
         read: makes documents of `tensors`, or None if there is only one.
         sizes: batch entries, rows and keys of each.
+
+    Returns:
+        A BlockMask, or `block_mask` itself if there is one document.
     """
     is_traced = torch.compiler.is_compiling()
     versions = () if is_traced else tuple(map(version_of, tensors))
@@ -176,6 +179,9 @@ def documents_of_positions(
         tensors: the positions, `[1 or B, L]`, and the padding mask, with whose padding there are no documents; the
             positions again if there is none.
         sizes: batch entries, rows and keys of each.
+
+    Returns:
+        The documents, or None if there is only one.
     """
     positions, padding = tensors
     place = positions.expand(sizes[0], -1)

@@ -50,7 +50,13 @@ class Plan(NamedTuple):
     packed: tuple[Tensor, ...] = ()
 
     def walks(self, tiles: PlanTiles) -> tuple[Walk, Walk]:
-        """The q walk and the k walk, for a kernel that walks by `tiles`.
+        """The walks, for a kernel that walks by `tiles`.
+
+        Args:
+            tiles: of the kernel, the dtype and the heads of a call.
+
+        Returns:
+            The q walk and the k walk.
 
         Raises:
             ValueError: if they were made for others.

@@ -73,6 +73,9 @@ def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Tensor:
 def lists_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """For each row block the column blocks that it sees a part of, and those that it sees as a whole.
 
+    Args:
+        blocks: bool `[2, row blocks, column blocks]`, partly and wholly seen.
+
     Returns:
         int32 `[2, row blocks]`, how many of both sorts, and int32 `[2, row blocks, column blocks]`, their numbers in increasing
         order, and behind them those of all other blocks.
