@@ -192,7 +192,7 @@ def _attend(
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel, has_score=has_score)
     rest: tuple[Any, ...] = (lists, plan, float(softmax_scale), float(softcap), kernel)
     if bits is not None or scored is not None or return_max_scores:
-        options = Options(*rest, bits, return_max_scores=return_max_scores)
+        options = Options(*rest)._replace(bits=bits, return_max_scores=return_max_scores)
         if scored is not None:
             program, tables, numbering = scored
             options = options._replace(tables=tables, score=program.text, numbering=numbering)
