@@ -64,7 +64,7 @@ _NAMES: dict[str, Any] = {
 
 def function_text(name: str, result: Node) -> str:
     """The text of a function that computes the node `result` from the placeholders of its graph."""
-    needed = _needed(result)
+    needed = needed_for(result)
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in result.graph.nodes:
@@ -90,7 +90,8 @@ def function_text(name: str, result: Node) -> str:
     return f"def {name}({arguments.removeprefix(', ')}):\n{text}\n"
 
 
-def _needed(result: Node) -> set[Node]:
+def needed_for(result: Node) -> set[Node]:
+    """A node of a graph, and all that it is computed from."""
     needed, waiting = set(), [result]
     while waiting:
         node = waiting.pop()

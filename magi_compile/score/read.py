@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from magi_compile import _compat
 from magi_compile.functions.names import INDICES, is_in_place, is_random, name_of
 from magi_compile.functions.record import UnreadableError, record
-from magi_compile.functions.text import run, title_of
+from magi_compile.functions.text import needed_for, run, title_of
 from magi_compile.score.derive import derive, refuse
 from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
 
@@ -139,7 +139,7 @@ class _Reader:
     def read(self) -> ScoreRead:
         if not isinstance(self.result, Node):
             refuse(f"it returns {type(self.result).__name__}, not a score")
-        needed = _needed(self.result)
+        needed = needed_for(self.result)
         nodes = [node for node in self.nodes if node in needed]
         for node in self.nodes:  # also those whose result nobody reads
             if is_in_place(node):
@@ -285,13 +285,3 @@ def _arguments(node: Node) -> list[Node]:
     found: list[Node] = []
     torch.fx.map_arg((node.args, node.kwargs), found.append)
     return found
-
-
-def _needed(result: Node) -> set[Node]:
-    needed, waiting = set(), [result]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from magi_compile import _compat
 from magi_compile.functions.names import INDICES
 from magi_compile.functions.text import parameters
 from magi_compile.kernels.triton.score_expressions import NoTritonCode, Operand, expression
+from magi_compile.score.graphs import score_graphs
 from magi_compile.score.program import Look, ScoreCall, ScoreProgram
 
 SCORE_ARGUMENTS = ("score", *INDICES)
@@ -125,20 +125,9 @@ def score_source(
 
 class _Writer:
     def __init__(self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]):
-        self.program, self.ranks = program, ranks
+        self.program, self.dtypes, self.ranks = program, dtypes, ranks
         self.first = [sum(ranks[:i]) for i in range(len(ranks))]  # among the sizes
-        self.mode = _compat.symbolic_fake_mode()
-        with self.mode:
-            kinds = {
-                **dict.fromkeys(("score", "g"), torch.float32),
-                **dict.fromkeys(INDICES, torch.int32),
-                **{look.name: dtypes[look.table] for look in program.looks},
-            }
-            self.examples: dict[str, Any] = {
-                name: torch.empty((), dtype=dtype, device="cpu") for name, dtype in kinds.items()
-            }
-        for i in range(program.num_symbols):
-            self.examples[f"s{i}"] = _compat.symbolic_int(self.mode, f"s{i}")
+        self.graphs = score_graphs(program, tuple(dtypes))
         self.count = 0
 
     def look_ups(self, *names: str, taken: Sequence[Look] = ()) -> list[str]:
@@ -177,7 +166,7 @@ class _Writer:
                 lines.append(
                     f"    {look.name} = tl.load({pointer} + {look.name}_at, mask={look.name}_in, other=0)\n"
                 )
-            if self.examples[look.name].dtype == torch.bool:
+            if self.dtypes[look.table] == torch.bool:
                 lines.append(f"    {look.name} = {look.name} != 0\n")
         return lines
 
@@ -227,17 +216,10 @@ class _Writer:
 
     def body(self, name: str) -> tuple[str, list[str]]:
         """The value of a function as an expression, behind these lines."""
-        function = self.program.functions[name]
-        names = parameters(function)
-        gm = _compat.traced_to_aten(
-            lambda *args: function(*args),
-            [self.examples[name] for name in names],
-            self.mode,
-            decompose=True,
-        )
+        graph, names = self.graphs.of(name)
         known: dict[Node, str] = {}
         lines = []
-        for node in gm.graph.nodes:
+        for node in graph.nodes:
             if node.op == "placeholder":
                 known[node] = names[len(known)]
             elif node.op == "call_function":
@@ -248,4 +230,4 @@ class _Writer:
                 return Operand(node.args[0], known).in_dtype(None), lines
             else:
                 raise NoTritonCode(f"`{node.op} {node.target}` is not written in Triton")
-        raise AssertionError(gm.graph)
+        raise AssertionError(graph)

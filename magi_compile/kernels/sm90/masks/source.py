@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from magi_compile.kernels.sm90.codegen import pointwise
 from magi_compile.masks.evaluation import messages as preconditions
 from magi_compile.masks.evaluation.visit import Visitor
 from magi_compile.masks.expr.expr import Expr
@@ -26,12 +27,7 @@ from magi_compile.masks.solver.key_sets import KeySet, Lane, Promise
 
 # The elements of captured tensors, as CUDA calls them.
 ELEMENTS = {
-    torch.bool: "bool",
-    torch.uint8: "unsigned char",
-    torch.int8: "signed char",
-    torch.int16: "short",
-    torch.int32: "int",
-    torch.int64: "Int",
+    dtype: name for dtype, name in pointwise.ELEMENTS.items() if not dtype.is_floating_point
 }
 _CALLS = ("add", "sub", "mul", "neg", "abs", "min", "max", "mod", "floordiv")
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
