@@ -59,8 +59,44 @@ class Options(NamedTuple):
     return_max_scores: bool = False
 
     def short(self) -> tuple[Any, ...]:
-        """These arguments without the last ones that say nothing, as their defaults do: each costs time in every call."""
-        return short(self, len(self) - len(self._field_defaults))
+        """These arguments without the last ones that say nothing: each costs time in every call."""
+        return _short(self)
+
+
+class BackwardOptions(NamedTuple):
+    """The arguments of the backward behind its tensors, in the order of its schema; see `Options`.
+
+    Attributes:
+        deterministic: whether results have to repeat bit for bit.
+        wanted: the numbers of the captured tensors whose gradients are asked for.
+    """
+
+    slices: Sequence[Tensor]
+    plan: Sequence[Tensor]
+    softmax_scale: float
+    softcap: float
+    kernel: str
+    deterministic: bool
+    bits: Tensor | None = None
+    tables: Sequence[Tensor] | None = None
+    symbols: Sequence[int] = ()
+    score: str = ""
+    numbering: Sequence[int] = ()
+    wanted: Sequence[int] = ()
+
+    @property
+    def of_forward(self) -> Options:
+        """The options of the forward that it belongs to, of packed tensors."""
+        common = {x: getattr(self, x) for x in Options._fields if x in self._fields}
+        return Options(**common)
+
+    def short(self) -> tuple[Any, ...]:
+        """As `Options.short`."""
+        return _short(self)
+
+
+def _short(options: Options | BackwardOptions) -> tuple[Any, ...]:
+    return short(options, len(options) - len(options._field_defaults))
 
 
 def short(arguments: Sequence[Any], least: int) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.plan import Plan, pack, unpack
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.arguments import Numbering, Options, short
+from magi_compile.ops.arguments import BackwardOptions, Numbering, Options, short
 from magi_compile.ops.define import define_differentiable, gradients
 from magi_compile.ops.layout import by_entries, packed
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
@@ -276,34 +276,22 @@ def _ffa_bwd(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    slices: Sequence[Tensor],
-    plan: Sequence[Tensor],
-    softmax_scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    bits: Tensor | None = None,
-    tables: Sequence[Tensor] | None = None,
-    symbols: Sequence[int] = (),
-    score: str = "",
-    numbering: Sequence[int] = (),
-    wanted: Sequence[int] = (),
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raise_pending()
-    inputs = (q, k, v)
-    dout, q, k, v, out = _packed(numbering, dout, q, k, v, out)
+    options, inputs = BackwardOptions(*rest), (q, k, v)
+    dout, q, k, v, out = _packed(options.numbering, dout, q, k, v, out)
     check_op_gradients(dout, dlse, q, k, v, out, lse)
-    rest = (slices, plan, softmax_scale, softcap, kernel, bits, tables, symbols, score, numbering)
-    chosen, problem, scaled, of_lists, walked, call = _prepared(Options(*rest), q, k, v)
-    sums = _sums(tables or (), wanted or (), q)
-    if call is not None and wanted:
-        call = call._replace(
-            sums=dict(zip(wanted, split_sums(sums, tables or (), wanted), strict=True))
-        )
-    dq, dk, dv = chosen.backward(
-        *(Grads(dout, dlse), Saved(scaled.q, k, v, out, lse), of_lists, walked, problem),
-        score=call,
-        deterministic=deterministic,
+    kernel, problem, scaled, slices, plan, score = _prepared(options.of_forward, q, k, v)
+    sums = _sums(options, q)
+    if score is not None and options.wanted:
+        tables = options.tables or ()
+        parts = split_sums(sums, tables, options.wanted)
+        score = score._replace(sums=dict(zip(options.wanted, parts, strict=True)))
+    dq, dk, dv = kernel.backward(
+        *(Grads(dout, dlse), Saved(scaled.q, k, v, out, lse), slices, plan, problem),
+        score=score,
+        deterministic=options.deterministic,
     )
     found = zip(inputs, (scaled.gradient(dq), dk, dv), strict=True)
     dq, dk, dv = (_like(x, gradient) for x, gradient in found)
@@ -318,10 +306,10 @@ def _like(x: Tensor, gradient: Tensor) -> Tensor:
     return by_entries(gradient, batch, seqlen, nheads)
 
 
-def _sums(tables: Sequence[Tensor], wanted: Sequence[int], q: Tensor) -> Tensor:
-    """Zeros for the gradients of those of the captured tensors that are `wanted`, one behind the other: fp32, on a CPU fp64 if one of
+def _sums(options: BackwardOptions, q: Tensor) -> Tensor:
+    """Zeros for the gradients of those of the captured tensors that are wanted, one behind the other: fp32, on a CPU fp64 if one of
     them is."""
-    some = [tables[number] for number in wanted]
+    some = [(options.tables or ())[number] for number in options.wanted or ()]
     is_wide = q.device.type == "cpu" and any(x.dtype == torch.float64 for x in some)
     dtype = torch.float64 if is_wide else torch.float32
     return q.new_zeros(sum(x.numel() for x in some), dtype=dtype)
@@ -338,17 +326,22 @@ def split_sums(sums: Tensor, tables: Sequence[Tensor], wanted: Sequence[int]) ->
 
 
 def _ffa_bwd_fake(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = list[Any](rest[8:])
-    _, tables, _, _, numbering, wanted = given + _NO_OPTIONS[len(given) :]
-    rows = _packed(numbering or (), q, k, v)
+    options = BackwardOptions(*rest)
+    rows = _packed(options.numbering, q, k, v)
     grads = (_like(x, of_x.new_empty(of_x.shape)) for x, of_x in zip((q, k, v), rows, strict=True))
     dq, dk, dv = (x.new_empty_strided(x.shape, x.stride()) for x in grads)
-    return dq, dk, dv, _sums(tables or (), wanted or (), q)
+    return dq, dk, dv, _sums(options, q)
 
 
-_NO_OPTIONS: list[Any] = [None, None, (), "", (), ()]  # as `_OPTIONS` has them, and `wanted`
 _OPTIONS = "Tensor? bits=None, Tensor[]? tables=None, SymInt[] symbols=[], str score='', SymInt[] numbering=[]"
 _FWD = (
     "(Tensor q, Tensor k, Tensor v, Tensor[] slices, Tensor[] plan, float softmax_scale, float softcap, str kernel, "
@@ -397,15 +390,14 @@ class _Attention(torch.autograd.Function):
             wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
-        others: tuple[Any, ...] = ()
-        if bits or given.numbering:
-            of_score = (tables, given.symbols, given.score, given.numbering, wanted)
-            others = short((bits[0] if bits else None, *of_score), 0)
-        dq, dk, dv, sums = gradients(
-            torch.ops.magi.ffa_bwd.default,
-            *(dout, dlse, q, k, v, out, lse, slices, plan),
-            *(given.softmax_scale, given.softcap, given.kernel, deterministic, *others),
+        options = BackwardOptions(
+            *(slices, plan, given.softmax_scale, given.softcap, given.kernel, deterministic),
+            *(bits[0] if bits else None, tables, given.symbols, given.score, given.numbering),
+            wanted,
         )
+        tensors = (dout, dlse, q, k, v, out, lse)
+        op = torch.ops.magi.ffa_bwd.default
+        dq, dk, dv, sums = gradients(op, *tensors, *options.short())
         if not tables:
             return None, dq, dk, dv
         found = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from magi_compile.ops.arguments import Options
+from magi_compile.ops.arguments import BackwardOptions, Options
 
 
 @cache
@@ -29,7 +29,7 @@ def register_rules() -> None:
 
     def forward(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
         options = Options(*rest)
-        others = of_options(options, bits=options.bits, tables=options.tables)
+        others = of_options(options)
         max_scores = first if options.return_max_scores else replicated
         rules = [([replicated] * 3, [*[replicated] * 3, *others])]
         if may_divide(k, options.numbering):
@@ -39,18 +39,17 @@ def register_rules() -> None:
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any
     ) -> list[Any]:
-        given = list[Any](rest[6:11])  # DTensor leaves out what has its default
-        bits, tables, _, _, numbering = given + [None, None, (), "", ()][len(given) :]
-        others = of_options(Options(*rest[:5]), bits=bits, tables=tables)
+        options = BackwardOptions(*rest)
+        others = of_options(options)
         rules = [([replicated] * 4, of_backward(dlse, replicated, replicated) + others)]
-        if may_divide(k, numbering):
+        if may_divide(k, options.numbering):
             rules.append(([*[heads] * 3, replicated], of_backward(dlse, heads, first) + others))
         return rules
 
-    def of_options(options: Options, *, bits: Any, tables: Any) -> list[Any]:
-        """The placements of tensors behind v, or behind lse."""
-        number = len(options.slices) + len(options.plan) + (bits is not None) + len(tables or ())
-        return [replicated] * number
+    def of_options(options: Options | BackwardOptions) -> list[Any]:
+        """The placements of the tensors among them."""
+        number = len(options.slices) + len(options.plan) + len(options.tables or ())
+        return [replicated] * (number + (options.bits is not None))
 
     def may_divide(k: Any, numbering: Sequence[int]) -> bool:
         # A score_mod tells heads apart, and tensors by entries say how many there are: a shard of them would have other numbers. Both
