@@ -26,6 +26,14 @@ class Numbering(NamedTuple):
     seqlen_k: int
     by_head: int
 
+    @classmethod
+    def of(cls, numbering: Sequence[int] | None) -> Numbering:
+        """The argument of an op by name; raises ValueError if it has not one number for each field."""
+        if len(numbering or ()) != len(cls._fields):
+            given = list(numbering or ())
+            raise ValueError(f"`numbering` must be [{', '.join(cls._fields)}], got {given}")
+        return cls(*(numbering or ()))
+
 
 class Options(NamedTuple):
     """The arguments of the ops behind their tensors, in the order of their schemas.

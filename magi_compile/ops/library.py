@@ -212,13 +212,17 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _Prepared:
     )
     slices = None
     if options.slices:
+        if len(options.slices) != 3:
+            raise ValueError(
+                f"`slices` must be [q_ranges, k_ranges, mask_types], got {len(options.slices)} tensors; bit blocks are `bits`"
+            )
         q_ranges, k_ranges, mask_types = options.slices
         lists = (q_ranges, k_ranges, mask_types)
         slices = AttnSlices.unchecked(*lists, total_q, total_k, options.bits)
     plan = unpack(options.plan) if options.plan else _plan_of(chosen, slices, problem)
     score = None
     if options.score:
-        of_rows = Numbering(*options.numbering)
+        of_rows = Numbering.of(options.numbering)
         score = ScoreCall(
             *(ScoreProgram.parse(options.score), options.tables or (), options.symbols or ()),
             *(of_rows.seqlen_q, of_rows.seqlen_k, of_rows.nheads if of_rows.by_head else 1),
@@ -228,7 +232,7 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _Prepared:
 
 def _packed(numbering: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors by entries as packed ones; packed ones stay as they are."""
-    by_head = bool(numbering) and bool(Numbering(*numbering).by_head)
+    by_head = bool(numbering) and bool(Numbering.of(numbering).by_head)
     return tuple(packed(x, by_head=by_head) for x in tensors)
 
 
@@ -252,7 +256,7 @@ def _ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 def _by_entry(out: Tensor, options: Options) -> Tensor:
     if not options.by_entry:
         return out
-    of_rows = Numbering(*options.numbering)
+    of_rows = Numbering.of(options.numbering)
     return by_entries(out, of_rows.batch, of_rows.seqlen_q, of_rows.nheads)
 
 

@@ -9,6 +9,7 @@ from magi_compile.kernels.plan import Plan, pack
 from magi_compile.ops.layout import packed
 
 LISTS = ("q_ranges", "k_ranges", "mask_types")
+SCORE = "score;; def score(score):;;     return score;; def d_score(g):;;     return g"
 
 
 @pytest.fixture
@@ -87,3 +88,20 @@ def test_tensors_by_entries_of_the_batch(given, by_head):
     torch.testing.assert_close((lse, max_scores), expected[1:])
     found, wanted = (torch.autograd.grad(x[0].square().sum(), tensors) for x in ((out,), expected))
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"slices": 4}, r"`slices` must be \[q_ranges, k_ranges, mask_types\], got 4 tensors; bit blocks are `bits`"),
+        ({"numbering": [1, 2], "by_entry": True}, r"`numbering` must be \[batch, nheads, .*\], got \[1, 2\]"),
+        ({"by_entry": True}, r"`numbering` must be \[batch, nheads, .*\], got \[\]"),
+        ({"score": SCORE}, r"`numbering` must be \[batch, nheads, .*\], got \[\]"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(arguments, given, message):
+    tensors, lists = arguments
+    given = dict(given)
+    slices = (lists * 2)[: given.pop("slices", 3)]
+    with pytest.raises(ValueError, match=message):
+        torch.ops.magi.ffa_fwd(*tensors, slices, [], 0.25, 0.0, "", **given)
