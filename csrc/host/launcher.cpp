@@ -283,7 +283,7 @@ struct Op {
     std::string name, fallback;
     std::string arguments;   // a letter each: T tensor, O optional tensor, L list of tensors, M optional list of
                              // tensors, l list of numbers, s str, n number
-    std::string results;   // T for each tensor, or L: a list of them
+    std::string results;     // T for each tensor, or L: a list of them
 };
 
 constexpr int kMostOps = 6;
