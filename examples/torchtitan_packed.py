@@ -1,4 +1,5 @@
-"""Trains torchtitan's small Llama 3 on packed documents, with attention on our kernels; on a GPU or a CPU, without downloads.
+"""Trains torchtitan's small Llama 3 on packed documents, with attention on our kernels; on a GPU or a CPU,
+without downloads.
 
 pip install ".[torchtitan]"
 python examples/torchtitan_packed.py --compile.enable

@@ -104,8 +104,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES, *_PACKAGES})
 
 
-# Doors in other frameworks open where the framework is there, so that its own call by name needs no import of ours beyond this
-# package. Nothing here imports a framework.
+# Doors in other frameworks open where the framework is there, so that its own call by name needs no import of ours
+# beyond this package. Nothing here imports a framework.
 
 
 def _open_flash_attention() -> None:

@@ -22,22 +22,26 @@ class MaskDataError(ValueError):
     """The data of a mask (a captured tensor, its number of slices) breaks what its slices rely on."""
 
 
-# Messages about what intervals alone take for granted, and what a user can do on a GPU, where the data of the first call decide.
+# Messages about what intervals alone take for granted, and what a user can do on a GPU, where the data of the first
+# call decide.
 _OF_INTERVALS: set[str] = set()
 FOR_ANY_DATA = (
-    ". To evaluate this mask for data in any order, compile with options={'magi.bits': True}, or call torch.compiler.reset() and repeat "
+    ". To evaluate this mask for data in any order, compile with options={'magi.bits': True}, "
+    "or call torch.compiler.reset() and repeat "
     "the step with these data"
 )
 
 
 def of_intervals(message: str) -> str:
-    """`message`, of what intervals alone take for granted, which the mask_mod does not: a GPU's failure then says what to do."""
+    """`message`, of what intervals alone take for granted, which the mask_mod does not:
+    a GPU's failure then says what to do."""
     _OF_INTERVALS.add(message)
     return message
 
 
 def as_raised(error: RuntimeError) -> RuntimeError | MaskDataError:
-    """The exception that an op of ours has raised, where the launcher of `csrc/host` has made a `RuntimeError` of it."""
+    """The exception that an op of ours has raised, where the launcher of `csrc/host` has made a `RuntimeError` of
+    it."""
     name, _, text = str(error).partition(": ")
     return MaskDataError(text) if name == MaskDataError.__name__ else error
 
@@ -157,8 +161,8 @@ _watchers: list[Callable[[int, int, int], None]] = []
 
 
 def on_flags(watch: Callable[[int, int, int], None]) -> None:
-    """Calls `watch(address, count, stride)` for all flags there are and will be: `count` of them, each `stride` int64s behind
-    the one before; 0 where nothing has failed."""
+    """Calls `watch(address, count, stride)` for all flags there are and will be: `count` of them, each `stride` int64s
+    behind the one before; 0 where nothing has failed."""
     _watchers.append(watch)
     for flags in _flags.values():
         watch(*flags.places)

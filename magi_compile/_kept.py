@@ -1,14 +1,15 @@
 """Values that follow from tensors and objects, kept as long as these are what they were.
 
 - **Owners** are told apart by identity. When one of them dies, the value goes.
-- **Tensors**, owners or not, must have the version and the address that they had. So a write that PyTorch counts is noticed, and another
-  storage is. A write through `.data`, or to the memory of `torch.from_numpy`, is not.
-- **Nothing is kept of tensors whose writes nobody counts**: those of inference mode, and outputs of Inductor's CUDA graphs.
+- **Tensors**, owners or not, must have the version and the address that they had. So a write that PyTorch counts is
+  noticed, and another storage is. A write through `.data`, or to the memory of `torch.from_numpy`, is not.
+- **Nothing is kept of tensors whose writes nobody counts**: those of inference mode, and outputs of Inductor's CUDA
+  graphs.
 - **Functions** are what they were while all that they reach is (`functions/reached.py`).
 - **Modes**: a value is made outside of the caller's (`_compat.outside_of_modes`), so that calls in any mode can use it.
 - **Streams**: a value that one CUDA stream has made is handed over to another that asks for it.
-- **Capture**: while a CUDA graph is captured nothing is kept, since a replay has to make it again. What was kept before serves where
-  the caller says so.
+- **Capture**: while a CUDA graph is captured nothing is kept, since a replay has to make it again. What was kept before
+  serves where the caller says so.
 - **Room**: the least recently used value goes.
 
 Whoever compiles or traces must not ask here.

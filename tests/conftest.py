@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A half of the tests for each of two workers, and who is done takes from the other: neighbours share fixtures, and nobody idles
-    at the end."""
+    """A half of the tests for each of two workers, and who is done takes from the other: neighbours share fixtures, and
+    nobody idles at the end."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)

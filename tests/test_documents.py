@@ -1,7 +1,7 @@
 """The code in README.md and in the guides: it runs, on a CPU, and commands have arguments that their programs take.
 
-A block that cannot run on a CPU says so in the line in front of it: `<!-- not run: it needs two GPUs -->`. What the text of a
-page takes for granted (tensors, a model) is in `tests/support/pages`, a file for each page that needs it.
+A block that cannot run on a CPU says so in the line in front of it: `<!-- not run: it needs two GPUs -->`. What the
+text of a page takes for granted (tensors, a model) is in `tests/support/pages`, a file for each page that needs it.
 """
 
 import importlib.util

@@ -1,4 +1,5 @@
-"""The arrows go one way: functions -> masks -> score -> plan -> kernels -> ops -> lowering -> dtensor -> integrations."""
+"""The arrows go one way: functions -> masks -> score -> plan -> kernels -> ops -> lowering -> dtensor ->
+integrations."""
 
 import ast
 import subprocess
@@ -24,7 +25,8 @@ MASKS = [
     *("arguments", "bits", "errors", "geometry", "normal_form", "slices"),
     *("expr", "solver", "program", "evaluation", "library", "picture", "block_mask"),
 ]
-# Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import; nobody imports the others.
+# Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import;
+# nobody imports the others.
 ASIDE = {"testing"}
 
 
@@ -103,7 +105,8 @@ EVERY_FILE = sorted(PACKAGE.rglob("*.py")) + sorted(BENCH.rglob("*.py"))
 
 
 def test_frameworks_only_in_integrations_of_their_name():
-    """Only modules of `integrations` and of magi_bench's `doors` import a framework, the one that they are called after."""
+    """Only modules of `integrations` and of magi_bench's `doors` import a framework,
+    the one that they are called after."""
     offenders = []
     for path in EVERY_FILE:
         found = set()

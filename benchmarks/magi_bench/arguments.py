@@ -1,4 +1,5 @@
-"""What the values of command-line options must be, and what commands share of their use; argparse prints the message."""
+"""What the values of command-line options must be, and what commands share of their use;
+argparse prints the message."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ class Case:
     """What is measured. Everything random in it follows from `seed`.
 
     Attributes:
-        level: the command that measures it; for what kernels take also in other commands "kernel", masks that all heads share, or
-            "sparse", block masks of each key-value head.
-        mask: a name in `workload.MASKS`; elsewhere what is called: a row of `step`, a mod, a mask of ranks, a framework.
+        level: the command that measures it; for what kernels take also in other commands "kernel", masks that all heads
+            share, or "sparse", block masks of each key-value head.
+        mask: a name in `workload.MASKS`; elsewhere what is called: a row of `step`, a mod, a mask of ranks, a
+            framework.
         seqlen: queries and keys; across ranks those of a rank.
         nheads_q: query heads.
         nheads_kv: key-value heads; divides nheads_q.

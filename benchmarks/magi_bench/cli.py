@@ -1,4 +1,6 @@
-"""The command line: `magi-bench kernel | sparse | step | mods | ranks | doors | trees | plans | simulate | masks | report | chart | compare`."""
+"""The command line:
+`magi-bench
+kernel | sparse | step | mods | ranks | doors | trees | plans | simulate | masks | report | chart | compare`."""
 
 from __future__ import annotations
 

@@ -152,7 +152,8 @@ def in_turns(
 ) -> dict[str, Turns]:
     """Times all `contenders`, which are warm, round by round; every other round begins with the last of them.
 
-    Processes that are timed `together` have the same contenders. Each turn then lasts until the slowest process is done.
+    Processes that are timed `together` have the same contenders. Each turn then lasts until the slowest process is
+    done.
     """
 
     def turn_ms(ready: Ready, count: int) -> float:

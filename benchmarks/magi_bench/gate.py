@@ -1,4 +1,5 @@
-"""The numerical gate: a contender is timed only if it is right, about out, dq, dk and dv, or about the loss and gradients of a step."""
+"""The numerical gate: a contender is timed only if it is right, about out, dq, dk and dv,
+or about the loss and gradients of a step."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def judge(
     plain: Sequence[Tensor],
     names: Sequence[str] = RESULTS,
 ) -> Check:
-    """Hold `results`, in the order of `names` and the first one packed, to the truth and to what plain PyTorch makes of it."""
+    """Hold `results`, in the order of `names` and the first one packed,
+    to the truth and to what plain PyTorch makes of it."""
     step = torch.finfo(plain[0].dtype).eps
     errors, allowed = {}, {}
     for name, x, truth, rounded in zip(names, results, exact, plain, strict=False):
@@ -147,8 +149,8 @@ class StepTruth(NamedTuple):
 
 
 def truth_of_step(model: nn.Module, run: Callable[[], Sequence[Tensor]]) -> StepTruth:
-    """What `run` gives with `model` in a dtype of twice the width, which it has afterwards. The error may be twice that of the
-    model in its own dtype, and always as large as `rounding_of_step`."""
+    """What `run` gives with `model` in a dtype of twice the width, which it has afterwards. The error may be twice that
+    of the model in its own dtype, and always as large as `rounding_of_step`."""
     plain, dtype = run(), next(model.parameters()).dtype
     model.to(torch.float64 if dtype == torch.float32 else torch.float32)
     exact, least = run(), rounding_of_step(dtype)
@@ -157,7 +159,7 @@ def truth_of_step(model: nn.Module, run: Callable[[], Sequence[Tensor]]) -> Step
 
 
 def rounding_of_step(dtype: torch.dtype) -> dict[str, float]:
-    """16 rounding steps in gradients and a quarter of one in the loss, a mean over many tokens. Another mask differs by much
-    more."""
+    """16 rounding steps in gradients and a quarter of one in the loss, a mean over many tokens. Another mask differs by
+    much more."""
     eps = torch.finfo(dtype).eps
     return {name: max(eps / 4 if name == "loss" else 16 * eps, 1e-4) for name in STEP_RESULTS}

@@ -1,4 +1,5 @@
-"""`magi-bench plans`: what the host does before a kernel runs, from a mask_mod to slices and from slices to tile plans."""
+"""`magi-bench plans`: what the host does before a kernel runs,
+from a mask_mod to slices and from slices to tile plans."""
 
 from __future__ import annotations
 
@@ -122,7 +123,10 @@ class Plans(runner.Suite):
     """Planning, without a kernel."""
 
     title = "Masks to slices, slices to tile plans"
-    notes = "Milliseconds of wall time: medians over rounds in which everything takes turns. Plans are of tiles of 128 by 128 and 128 by 64."
+    notes = (
+        "Milliseconds of wall time: medians over rounds in which everything takes turns. Plans "
+        "are of tiles of 128 by 128 and 128 by 64."
+    )
     build = staticmethod(lru_cache(1)(build))
 
     def cases(self) -> Iterator[Case]:

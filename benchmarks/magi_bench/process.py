@@ -1,4 +1,5 @@
-"""Workers: asked with a time limit, and started again after a crash. Imports nothing of magi_compile, which workers may have another of."""
+"""Workers: asked with a time limit, and started again after a crash. Imports nothing of magi_compile,
+which workers may have another of."""
 
 from __future__ import annotations
 
@@ -109,8 +110,8 @@ def serve(start: Callable[[], Callable[[dict[str, Any]], tuple[Any, bool]]]) -> 
     """A worker's end: JSON requests on stdin, a JSON line `{"answer": ..., "spent": ...}` each on stdout.
 
     Args:
-        start: makes the function of a request that gives the answer, and whether the process is spent: it has lost its GPU and must be
-            replaced. What anybody prints goes to standard error from before that, also from C.
+        start: makes the function of a request that gives the answer, and whether the process is spent: it has lost its
+            GPU and must be replaced. What anybody prints goes to standard error from before that, also from C.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,4 +1,5 @@
-"""Runs a suite: every contender of a case proves itself right, those that are take turns, and every one gets a row, or a reason."""
+"""Runs a suite: every contender of a case proves itself right, those that are take turns, and every one gets a row,
+or a reason."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class Suite(ABC):
     Attributes:
         title: of its report.
         notes: what the report says of its numbers.
-        counts_work: whether kernels and launches of a call are counted on a GPU, after everything else. What was compiled is kept
-            until then.
+        counts_work: whether kernels and launches of a call are counted on a GPU, after everything else. What was
+            compiled is kept until then.
         has_peak: whether rows have the memory that a call takes at most, beyond what is there before it.
         shares_graphs: whether cases of one length share graphs, so that only the first of them says how it was lowered.
         counts_weights: whether that memory has what is there before it, too.

@@ -39,7 +39,8 @@ class Settings:
         mods: names in `mods.MODS`.
         kernels: `mods`: of ours, asked for by name, beside the default choice.
         peers: `mods`: names in `contenders.PEERS`.
-        mask_in_graph: `mods`: whether every call makes its BlockMask, in the function that is compiled; else it is made before.
+        mask_in_graph: `mods`: whether every call makes its BlockMask, in the function that is compiled; else it is made
+            before.
         model: `ranks`: steps of a Llama in place of attention alone.
         frameworks: `doors`: names in `doors.FRAMEWORKS`.
         attentions: `doors`: `attn_implementation` of transformers.

@@ -65,7 +65,8 @@ def is_launched() -> bool:
 
 
 def start(function: Callable[..., int], num_ranks: int, kind: str, *arguments: Any) -> int:
-    """Runs `function(world, *arguments)` on all ranks: those that torchrun has started, or else `num_ranks` new processes.
+    """Runs `function(world, *arguments)` on all ranks: those that torchrun has started,
+    or else `num_ranks` new processes.
 
     Args:
         function: of the ranks and `arguments`; gives an exit code.

@@ -1,4 +1,5 @@
-"""All use of private PyTorch names: one function per need, in rooms by what they bridge. Callers write `_compat.source_name(...)`."""
+"""All use of private PyTorch names: one function per need, in rooms by what they bridge. Callers write
+`_compat.source_name(...)`."""
 
 # ruff: noqa: F401  (these are for the other modules of this package)
 

@@ -68,8 +68,8 @@ def cpu_flash_backward(
     is_causal: bool,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `cpu_flash_forward`, of which `q, k, v, out, lse` are `saved`. It takes `out` and `lse` as they come:
-    those of a row over more keys than these give the share of these keys. It reads `out` only for the row sums of
+    """The gradients of `cpu_flash_forward`, of which `q, k, v, out, lse` are `saved`. It takes `out` and `lse` as they
+    come: those of a row over more keys than these give the share of these keys. It reads `out` only for the row sums of
     `dout * out`."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, *saved, 0.0, is_causal, attn_mask=mask, scale=softmax_scale

@@ -51,7 +51,8 @@ def symmetric_addresses(rendezvous: Any) -> list[int]:
     return [rendezvous.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in ranks]
 
 
-#: What PyTorch calls the permutation of a load balancer, through which a mask_mod of its context parallelism looks up tokens.
+#: What PyTorch calls the permutation of a load balancer, through which a mask_mod of its context parallelism looks up
+#: tokens.
 PERMUTED_TOKENS = "qkv_rearrange_indices"
 
 
@@ -66,18 +67,19 @@ def indices_of_load_balancer(balancer: Any) -> Any:
 
 
 def context_parallel_style_of_torch(seq_dim: int) -> Any:
-    """PyTorch's own style of context parallelism for modules that call FlexAttention with `(query, key, value, ...)`: keys and
-    values are gathered along `seq_dim`, gradients are reduced and scattered. For `parallelize_module`."""
+    """PyTorch's own style of context parallelism for modules that call FlexAttention with `(query, key, value, ...)`:
+    keys and values are gathered along `seq_dim`, gradients are reduced and scattered. For `parallelize_module`."""
     from torch.distributed.tensor.experimental._context_parallel._attention import _ContextParallel
 
     return _ContextParallel(seq_dim, _ContextParallel.AttentionType.FLEX)
 
 
 def block_mask_of_torch_rank(mesh: Any, block_mask: Any, balancer: Any) -> Any:
-    """The BlockMask of this rank's queries and all keys, which goes with `context_parallel_style_of_torch`. Tokens are spread by
-    `balancer`, which is one of `load_balancer_of_torch` or None for the order of the sequence.
+    """The BlockMask of this rank's queries and all keys, which goes with `context_parallel_style_of_torch`. Tokens are
+    spread by `balancer`, which is one of `load_balancer_of_torch` or None for the order of the sequence.
 
-    PyTorch compiles what evaluates the mask, and at 16K tokens the assembler takes minutes; eager code gives the same."""
+    PyTorch compiles what evaluates the mask, and at 16K tokens the assembler takes minutes; eager code gives the
+    same."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     with torch.compiler.set_stance("force_eager"):

@@ -15,7 +15,8 @@ from magi_compile._compat.tracing import is_fake
 
 
 def copy_of_dynamo_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A graph that Dynamo gave to a backend, for changes that Dynamo must not see: with all that AOTAutograd reads of it."""
+    """A graph that Dynamo gave to a backend, for changes that Dynamo must not see:
+    with all that AOTAutograd reads of it."""
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     output = graph.graph_copy(gm.graph, copies, return_output_node=True)
@@ -36,8 +37,8 @@ def mark_as_without_source(placeholder: torch.fx.Node) -> None:
 
 
 def example_of_input(placeholder: torch.fx.Node) -> Tensor | None:
-    """The tensor that Dynamo was called with for a placeholder of its graph, while it compiles; None for other inputs, and where it
-    traces tensors that have no values."""
+    """The tensor that Dynamo was called with for a placeholder of its graph, while it compiles; None for other inputs,
+    and where it traces tensors that have no values."""
     example = getattr(placeholder.meta.get("grapharg"), "example", None)
     return example if isinstance(example, Tensor) and not is_fake(example) else None
 
@@ -155,8 +156,8 @@ def num_compiled_graphs() -> int:
 
 
 def as_user_error(error: Exception) -> Exception:
-    """`error`, also of its own class, so that Dynamo hands it to the user as it is: others it takes for defects, its own or of a
-    backend, and asks to report them."""
+    """`error`, also of its own class, so that Dynamo hands it to the user as it is: others it takes for defects, its
+    own or of a backend, and asks to report them."""
     of: Any = type(error)
     return _user_error_type(of)(*error.args, first_useful_frame=None)
 

@@ -17,7 +17,8 @@ LARGE_SPARSE_BLOCK_SIZE = 1 << 30
 
 
 def flex_operator() -> Any:
-    """The operator that `flex_attention` calls: of q, k, v, score_mod, the BlockMask as a tuple, scale and kernel options."""
+    """The operator that `flex_attention` calls: of q, k, v, score_mod, the BlockMask as a tuple,
+    scale and kernel options."""
     return torch.ops.higher_order.flex_attention
 
 
@@ -99,9 +100,9 @@ def watch_flex_attention(
 def attention_replaced(
     flex_operator: Callable[..., Any], sdpa: Callable[..., Any]
 ) -> Iterator[None]:
-    """Has PyTorch's FlexAttention call `flex_operator` in place of its operator, also in eager code and for CPU tensors that need
-    gradients, and `torch.nn.functional` show `sdpa`; whoever has another reference to `scaled_dot_product_attention` gets an error of
-    PyTorch's from it. For all threads."""
+    """Has PyTorch's FlexAttention call `flex_operator` in place of its operator, also in eager code and for CPU tensors
+    that need gradients, and `torch.nn.functional` show `sdpa`; whoever has another reference to
+    `scaled_dot_product_attention` gets an error of PyTorch's from it. For all threads."""
     import torch.nn.functional as F
     from torch.nn.attention import flex_attention as flex
 

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 
 @contextmanager
 def vmap_in_ops() -> Iterator[None]:
-    """torch.vmap as in a program, also inside the implementation of an op, where the dispatcher may have put it aside. It
-    raises where an operation has no rule for it, instead of a loop over all elements."""
+    """torch.vmap as in a program, also inside the implementation of an op, where the dispatcher may have put it aside.
+    It raises where an operation has no rule for it, instead of a loop over all elements."""
     from torch._C import DispatchKey, _ForceDispatchKeyGuard
 
     functorch: Any = torch._C._functorch

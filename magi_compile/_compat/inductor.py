@@ -12,7 +12,8 @@ import torch
 def pre_grad_pass(
     rewrite: Callable[[torch.fx.GraphModule], object], identity: str, options: Any = None
 ) -> Any:
-    """A pass over Dynamo's graphs for `install_pre_grad_pass`; Inductor's caches key on `identity`. It keeps `options`."""
+    """A pass over Dynamo's graphs for `install_pre_grad_pass`; Inductor's caches key on `identity`.
+    It keeps `options`."""
     return _pre_grad_pass_class()(rewrite, identity, options)
 
 

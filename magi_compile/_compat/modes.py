@@ -11,11 +11,11 @@ import torch
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Leaves the caller's inference mode, autograd, autocast, hooks for saved tensors and dispatch modes: for values that later calls
-    use, in whatever mode these are.
+    """Leaves the caller's inference mode, autograd, autocast, hooks for saved tensors and dispatch modes: for values
+    that later calls use, in whatever mode these are.
 
-    A tensor of inference mode cannot be saved for a backward. A checkpoint counts what is saved, or what is dispatched, and does not find
-    it when it runs the same again.
+    A tensor of inference mode cannot be saved for a backward. A checkpoint counts what is saved, or what is dispatched,
+    and does not find it when it runs the same again.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 

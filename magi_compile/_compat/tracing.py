@@ -75,7 +75,8 @@ def symbolic_int(mode: Any, name: str) -> Any:
 
 
 def size_at_hand(size: Any) -> Any:
-    """The number that a symbolic size has in the call which is traced; a size of which no number is known stays a symbol."""
+    """The number that a symbolic size has in the call which is traced;
+    a size of which no number is known stays a symbol."""
     hint = size.node.hint if isinstance(size, torch.SymInt) else size
     return size if hint is None else hint
 
@@ -94,8 +95,8 @@ def without_symbols(value: Any, mode: Any) -> Any:
 def traced_to_aten(
     function: Callable[..., Any], arguments: Sequence[Any], mode: Any, *, decompose: bool = False
 ) -> torch.fx.GraphModule:
-    """The operations of ATen that `function` does with `arguments` of a `symbolic_fake_mode`, or those that they consist of; also
-    where a graph is being compiled."""
+    """The operations of ATen that `function` does with `arguments` of a `symbolic_fake_mode`, or those that they
+    consist of; also where a graph is being compiled."""
     from torch._decomp import core_aten_decompositions
     from torch._guards import tracing
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -1,15 +1,16 @@
 """Checks that the ranks of a group call the same attention, before its rows travel.
 
-Ranks that differ would wait for each other, or compute with rows of another mask: a data loader drifts, or one rank has another dtype.
-So each rank says in a hundred bytes what it is about to do, and reads what the others say. Every rank finds the same difference, and
-raises the same error.
+Ranks that differ would wait for each other, or compute with rows of another mask: a data loader drifts, or one rank has
+another dtype. So each rank says in a hundred bytes what it is about to do, and reads what the others say. Every rank
+finds the same difference, and raises the same error.
 
     tensors on a CPU    in every call, by an all-gather
-    tensors on a GPU    in the first call of its kind, that is of a plan, and shapes, dtype and options, and in every 256th call of the
-                        group, which also compares a hash of all calls since the last time
+    tensors on a GPU    in the first call of its kind, that is of a plan, and shapes, dtype and options, and in every
+                        256th call of the group, which also compares a hash of all calls since the last time
 
-What a rank has asked before it keeps by itself, so on GPUs a rank may ask where others do not. It must not meet their rows then:
-it asks hosts, by the CPU backend of the group or by its store, and waits for no device. Alone, it waits until that times out.
+What a rank has asked before it keeps by itself, so on GPUs a rank may ask where others do not. It must not meet their
+rows then: it asks hosts, by the CPU backend of the group or by its store, and waits for no device. Alone, it waits
+until that times out.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Call(NamedTuple):
         name: str,
         batch_entries: int,
     ) -> Call:
-        """The call with this rank's plan and tensors, of which the heads are those of all `batch_entries`; `name` is that of the
-        collective."""
+        """The call with this rank's plan and tensors, of which the heads are those of all `batch_entries`; `name` is
+        that of the collective."""
         (rows, nheads_q, head_dim), (key_rows, nheads_kv, _) = q.shape, k.shape
         dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, name)
         nheads_q, nheads_kv = nheads_q // batch_entries, nheads_kv // batch_entries
@@ -167,7 +168,8 @@ def _exchange(
     """Exchanges the messages of all ranks, between hosts, whatever the device."""
     if is_recorded(device):
         raise RuntimeError(
-            "the first use of a plan compares the ranks, which a CUDA graph cannot capture: run one warm-up step before the capture"
+            "the first use of a plan compares the ranks, which a CUDA graph cannot capture: run one "
+            "warm-up step before the capture"
         )
     *numbers, call = mine
     said = bytearray(_FORMAT.pack(*numbers, *call))
@@ -183,7 +185,8 @@ def _exchange(
     except RuntimeError as error:
         what = "backward" if mine.is_backward else "forward"
         raise RuntimeError(
-            f"all ranks of `group` must call the same attention together, but rank {group.rank()} has not heard of the others in a "
+            f"all ranks of `group` must call the same attention together, but rank {group.rank()} has "
+            "not heard of the others in a "
             f"{what}; another rank has called something else, or has ended: {error}"
         ) from error
     unpacked = [_FORMAT.unpack(x) for x in arrived]
@@ -241,7 +244,8 @@ def _compare(every: Sequence[_Said]) -> None:
         raise ValueError(f"all ranks of `group` must call attention equally often, but {differ}")
     raise ValueError(
         f"all ranks of `group` must call the same attentions in the same order, but ranks "
-        f"{[rank for rank, x in enumerate(every) if x.history != every[0].history]} have called others than rank 0 since the ranks "
+        f"{[rank for rank, x in enumerate(every) if x.history != every[0].history]} have called "
+        "others than rank 0 since the ranks "
         "were compared last; give every rank the same masks in the same order"
     )
 

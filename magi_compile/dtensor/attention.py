@@ -38,8 +38,10 @@ def context_parallel_attention(
     All ranks call it together. Row i of the local tensors is the token `plan.dispatch.positions(rank)[i]`.
 
     Args:
-        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows, fp32, bf16 or fp16, which autocast casts, as k and v; or a DTensor of them, as are k and v then: see `SequencePlan.attention`.
-        k: `[seqlen_local, nheads_kv, head_dim]`, this rank's keys: row i is the key `plan.dispatch.keys.positions(rank)[i]`.
+        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows, fp32, bf16 or fp16, which autocast casts, as k and v;
+            or a DTensor of them, as are k and v then: see `SequencePlan.attention`.
+        k: `[seqlen_local, nheads_kv, head_dim]`, this rank's keys: row i is the key
+            `plan.dispatch.keys.positions(rank)[i]`.
         v: `[seqlen_local, nheads_kv, head_dim_v]`, dtype of `k`.
         plan: `RankPlan.tensors(q.device)` of this rank.
         group: the ranks, or the name of their process group; None for the default group.
@@ -50,15 +52,17 @@ def context_parallel_attention(
         reduce_group: the same ranks again, for gradients on their way home: they wait for no cast in `group`, at the
             price of another communicator. None takes `group`.
         batch_entries: how many entries of a batch are among the heads, the same on every rank.
-        return_max_scores: whether to return the largest score of each of this rank's rows as well, over the keys of all ranks.
+        return_max_scores: whether to return the largest score of each of this rank's rows as well, over the keys of all
+            ranks.
 
     Returns:
-        `AttnOutput(out, lse, max_scores)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse and, with return_max_scores, max_scores
+        `AttnOutput(out, lse, max_scores)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse and, with return_max_scores,
+            max_scores
         `[nheads_q, seqlen_local]`.
 
     Raises:
-        ValueError: if a tensor does not fit the others or the plan; on every rank, if the ranks differ in their plans, shapes, dtypes or
-            options, or a plan does not fit the group.
+        ValueError: if a tensor does not fit the others or the plan; on every rank, if the ranks differ in their plans,
+            shapes, dtypes or options, or a plan does not fit the group.
         RuntimeError: if other ranks do not call it before the timeout of the group.
         TypeError: if an argument is of another kind.
         NotImplementedError: if no kernel or no collective can run this.
@@ -77,7 +81,8 @@ def context_parallel_attention(
             batch_entries=batch_entries,
             return_max_scores=return_max_scores,
         )
-        return AttnOutput(wrapped(out, shards), *(wrapped_rows(x, shards, PACKED) for x in rows))  # type: ignore[arg-type]
+        of_heads = [wrapped_rows(x, shards, PACKED) for x in rows]
+        return AttnOutput(wrapped(out, shards), *of_heads)  # type: ignore[arg-type]
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5

@@ -1,10 +1,10 @@
 """The backward across ranks: keys and values travel to the queries that see them, and their gradients travel home.
 
-    stages     start cast 1 | for each stage: begin, wait for its cast, start the next one, main, start its reduce, finish
+    stages     start cast 1 | for each stage: begin, wait for its cast, start the next, main, start its reduce, finish
 
-Of a kernel in steps (`magi_compile.kernels.overlap`): `begin` needs no keys, `main` gives dk and dv, `finish` gives dq. The next
-cast travels while a stage is computed, and so do the gradients of the stage before. Keys and values are cast again rather than
-kept from the forward. Gradients add up in fp32.
+Of a kernel in steps (`magi_compile.kernels.overlap`): `begin` needs no keys, `main` gives dk and dv, `finish` gives dq.
+The next cast travels while a stage is computed, and so do the gradients of the stage before. Keys and values are cast
+again rather than kept from the forward. Gradients add up in fp32.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
 
 
 class _KeyGradients:
-    """dk and dv of a rank's rows `k` and `v`: what other ranks have of them arrives while the next stage is computed."""
+    """dk and dv of a rank's rows `k` and `v`: what other ranks have of them arrives while the next stage is
+    computed."""
 
     def __init__(self, k: Tensor, v: Tensor, collective: Collective, group: dist.ProcessGroup):
         self._like, self._collective, self._group = (k, v), collective, group
@@ -82,7 +83,8 @@ class _KeyGradients:
         return [x.new_empty(x.shape) for x in keys]
 
     def send(self, route: Route | None, dk: Tensor, dv: Tensor) -> None:
-        """dk and dv of a stage, on their way to the ranks whose rows they are; without a route those are this rank's."""
+        """dk and dv of a stage, on their way to the ranks whose rows they are;
+        without a route those are this rank's."""
         if route is None:
             self._sum = (dk.contiguous(), dv.contiguous())
             return

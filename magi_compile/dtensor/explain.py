@@ -80,7 +80,8 @@ class PlanExplanation:
         is_cross = (self.total_keys, self.keys_local) != (self.total, self.seqlen_local)
         return "\n".join(
             [
-                f"tokens    {self.total:,} over {size} ranks, {self.seqlen_local:,} each, in chunks of {self.chunk_size:,}",
+                f"tokens    {self.total:,} over {size} ranks, {self.seqlen_local:,} each, in chunks of "
+                f"{self.chunk_size:,}",
                 *([keys] if is_cross else []),
                 f"area      {sum(self.area):,} pairs, {local:.0%} of them with keys of the same rank",
                 f"balance   the heaviest rank has {self.imbalance:.3f} times the mean",
@@ -129,7 +130,8 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
 
 
 def _degree_of(stages: list[Stage]) -> int:
-    """Remote stages; 0 for one call over all keys. Where nothing moves there is none, and the cost model calls that 1."""
+    """Remote stages; 0 for one call over all keys. Where nothing moves there is none,
+    and the cost model calls that 1."""
     return 0 if stages[0].transfer is not None else max(len(stages) - 1, 1)
 
 

@@ -1,6 +1,6 @@
 """The forward across ranks: keys and values travel to the queries that see them.
 
-    stages     start cast 1 | for each stage: wait for its cast, start the next one, attend; merged with the stages before
+    stages     start cast 1 | for each stage: wait for its cast, start the next, attend; merged with the stages before
     one call   start the cast | attend to local keys | when they have arrived, to remote ones
 
 The next cast travels while a stage is computed. Partial results merge in fp32.
@@ -22,7 +22,8 @@ from magi_compile.kernels.plan import Plan
 def forward(
     q: Tensor, k: Tensor, v: Tensor, execution: Execution, max_scores: Tensor | None = None
 ) -> ForwardOutput:
-    """This rank's rows of the attention; all ranks of the group call it together. `max_scores` as in `Kernel.forward`."""
+    """This rank's rows of the attention; all ranks of the group call it together.
+    `max_scores` as in `Kernel.forward`."""
     plan, kernel, problem, collective, group, _ = execution
     if plan.merged is not None:
         return _forward_merged(q, k, v, plan.merged, execution, max_scores)

@@ -1,4 +1,5 @@
-"""`plan`: spreads a sequence over ranks by its mask. Reads and checks what a user says of masks, lengths, keys and ranks."""
+"""`plan`: spreads a sequence over ranks by its mask. Reads and checks what a user says of masks, lengths,
+keys and ranks."""
 
 from __future__ import annotations
 
@@ -85,37 +86,41 @@ def plan(
 ) -> Any:
     """Spreads a sequence over ranks by its attention mask: equal work for each rank, and little communication.
 
-    Every rank calls it with the same mask. It does not communicate; attention compares the plans of all ranks before rows
-    travel. Recent plans are kept. With a BlockMask on a GPU, or a mask_mod that captures a tensor there, it waits for the device; with
-    `AttnSlices`, or a mask_mod of tensors on the CPU, it does not, and a step may be planned while the GPU runs the one before.
+    Every rank calls it with the same mask. It does not communicate; attention compares the plans of all ranks before
+    rows travel. Recent plans are kept. With a BlockMask on a GPU, or a mask_mod that captures a tensor there, it waits
+    for the device; with `AttnSlices`, or a mask_mod of tensors on the CPU, it does not, and a step may be planned while
+    the GPU runs the one before.
 
-    Where a mask has more or fewer keys than queries (cross attention), keys are a sequence of their own, which is spread too:
-    `SequencePlan.keys`. Every rank holds equally many, as far as possible those that its queries see.
+    Where a mask has more or fewer keys than queries (cross attention), keys are a sequence of their own, which is
+    spread too: `SequencePlan.keys`. Every rank holds equally many, as far as possible those that its queries see.
 
     Args:
-        mask: the mask of the whole sequence, shared by all batch entries: a BlockMask for one batch entry and all heads (PyTorch's or
-            that of `magi_compile.create_block_mask`), `AttnSlices`, or a mask_mod. None is causal.
+        mask: the mask of the whole sequence, shared by all batch entries: a BlockMask for one batch entry and all heads
+            (PyTorch's or that of `magi_compile.create_block_mask`), `AttnSlices`, or a mask_mod. None is causal.
         mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group.
-        masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed once, so that
-            each rank has the same total work.
+        masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed
+            once, so that each rank has the same total work.
         weights: how many layers have each of `masks`, as a list or dict like it; 1 each by default.
         seqlen: tokens of the sequence; required for a mask_mod and for None. For cross attention a pair: queries, keys.
         options: how to spread; the same on every rank.
-        permutation: for tokens that are permuted already and cut in equal parts: `[S]` or `[1, S]`, which token lies where, or a load
-            balancer of PyTorch or torchtitan. The mask stays in the sequence's own order, and `options` do not place tokens.
-        keys: a plan whose tokens are the keys, for example that of the encoder's self-attention; keys then lie where it has them, and there
-            may be as many as queries. For `masks` a list or dict like it; None, or a missing name, where the keys are placed here.
+        permutation: for tokens that are permuted already and cut in equal parts: `[S]` or `[1, S]`, which token lies
+            where, or a load balancer of PyTorch or torchtitan. The mask stays in the sequence's own order, and
+            `options` do not place tokens.
+        keys: a plan whose tokens are the keys, for example that of the encoder's self-attention; keys then lie where it
+            has them, and there may be as many as queries. For `masks` a list or dict like it; None, or a missing name,
+            where the keys are placed here.
 
     Returns:
         This rank's `SequencePlan`. For `masks`, one plan for each, in a list or dict like it; all hold the same tokens.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the mask's; `masks`
-            have different lengths; `weights` do not fit them; `permutation` is not a permutation of the sequence; `keys` are not as many as those of the mask.
+        ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the
+            mask's; `masks` have different lengths; `weights` do not fit them; `permutation` is not a permutation of the
+            sequence; `keys` are not as many as those of the mask.
         UnsupportedMaskError: slices cannot express the mask.
-        NotImplementedError: batch entries have masks of their own. Of a mask_mod that reads `b`, and of a BlockMask of one for a single
-            entry, attention says so where the batch has more than one.
+        NotImplementedError: batch entries have masks of their own. Of a mask_mod that reads `b`, and of a BlockMask of
+            one for a single entry, attention says so where the batch has more than one.
     """
     group, device = group_of(mesh), _device_of(mesh)
     is_one = masks is None
@@ -167,7 +172,8 @@ def _permutation_of(given: Any) -> Tensor:
     x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"`permutation` must be a tensor or a load balancer of PyTorch's or torchtitan's, got {type(given).__name__}"
+            "`permutation` must be a tensor or a load balancer of PyTorch's or torchtitan's, got "
+            f"{type(given).__name__}"
         )
     if x.dtype.is_floating_point or x.dtype == torch.bool or x.ndim not in (1, 2):
         raise ValueError(
@@ -176,7 +182,8 @@ def _permutation_of(given: Any) -> Tensor:
     if x.ndim == 2:
         if not bool((x == x[:1]).all()):
             raise NotImplementedError(
-                "`permutation` must be the same for all entries of a batch, got different ones; permute all entries alike"
+                "`permutation` must be the same for all entries of a batch, got different ones; "
+                "permute all entries alike"
             )
         x = x[0]
     return x.to("cpu", torch.int64)
@@ -253,7 +260,8 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
             )
         if mask.shape[0] != 1:
             raise NotImplementedError(
-                f"`mask` must be made for one batch entry, which all entries share, got {mask.shape[0]}; pack entries with "
+                "`mask` must be made for one batch entry, which all entries share, got "
+                f"{mask.shape[0]}; pack entries with "
                 "masks of their own into one sequence, as documents"
             )
         found = convert_block_mask(mask)
@@ -289,7 +297,8 @@ def group_of(mesh: Any) -> dist.ProcessGroup:
         return mesh
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"`mesh` must be a DeviceMesh or a process group of which this process is a member, got {type(mesh).__name__}"
+            "`mesh` must be a DeviceMesh or a process group of which this process is a member, got "
+            f"{type(mesh).__name__}"
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names

@@ -1,6 +1,7 @@
 """The custom ops of attention across ranks: schemas, implementations, fakes, autograd.
 
-magi::cp_attention   attention over the keys of all ranks -> (out, lse, max_scores), differentiable: becomes, where it is called,
+magi::cp_attention   attention over the keys of all ranks -> (out, lse, max_scores), differentiable: becomes,
+                     where it is called,
 magi::cp_ffa_fwd     its values
 magi::cp_ffa_bwd     its gradients -> (dq, dk, dv)
 
@@ -145,7 +146,9 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_scores
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
+    ) -> tuple[Any, ...]:
         q, k, v, out, lse, meta, data = ctx.saved_tensors
         # Even without a gradient of its own a rank takes part, because the others wait for it.
         if dout is None:

@@ -54,7 +54,8 @@ class SpreadSlices(AttnSlices):
 
 
 class SpreadMask:
-    """The mask_mod of a BlockMask for tokens that are spread by `plan`: it stands for the whole mask, and is never evaluated."""
+    """The mask_mod of a BlockMask for tokens that are spread by `plan`: it stands for the whole mask,
+    and is never evaluated."""
 
     def __init__(self, plan: SequencePlan):
         self.plan = plan
@@ -70,8 +71,8 @@ class SpreadMask:
 class SequencePlan(SpreadTokens):
     """A plan that spreads the tokens of one sequence over ranks and runs their attention. Made by `plan`.
 
-    Use it in eager code or in a compiled function, as an argument or captured. A new plan of the same lengths compiles nothing
-    again. Its attributes and methods of `SpreadTokens` are those of the queries.
+    Use it in eager code or in a compiled function, as an argument or captured. A new plan of the same lengths compiles
+    nothing again. Its attributes and methods of `SpreadTokens` are those of the queries.
 
     Args:
         slices: the mask of the whole sequence.
@@ -134,8 +135,8 @@ class SequencePlan(SpreadTokens):
         """Explains the plan for all ranks: balance, communication, stages, predicted time. Does not communicate.
 
         Args:
-            cost: the rates of the prediction, for example from `calibrate`. None takes those of the plan's options; the default
-                rates are round figures for H200s, heads 64:8, head_dim 128.
+            cost: the rates of the prediction, for example from `calibrate`. None takes those of the plan's options; the
+                default rates are round figures for H200s, heads 64:8, head_dim 128.
 
         Returns:
             The explanation; print it.
@@ -200,30 +201,34 @@ class SequencePlan(SpreadTokens):
         return_lse: bool = False,
         return_aux: AuxRequest | None = None,
     ) -> Any:
-        """Attention of this rank's tokens over the whole sequence, by the plan's mask; differentiable. All ranks call it together.
+        """Attention of this rank's tokens over the whole sequence, by the plan's mask; differentiable.
+        All ranks call it together.
 
         Args:
-            q: `[B, Hq, seqlen_local, D]`, or packed `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, which autocast casts. q, k and v
-                may be DTensors: tokens sharded on the mesh dimension of the plan, heads on any other dimension.
+            q: `[B, Hq, seqlen_local, D]`, or packed `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, which autocast casts.
+                q, k and v may be DTensors: tokens sharded on the mesh dimension of the plan, heads on any other
+                    dimension.
             k: `[B, Hkv, keys.seqlen_local, D]` or `[keys.seqlen_local, Hkv, D]`; Hkv divides Hq.
             v: `[B, Hkv, keys.seqlen_local, Dv]` or `[keys.seqlen_local, Hkv, Dv]`.
             scale: factor of the scores; None stands for `D ** -0.5`.
             softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
-            sinks: `[Hq]`, one more score of each head in every softmax, with a value of 0; differentiable. A DTensor where q is one.
-                Its gradient is this rank's part: sum it over the ranks, as that of any replicated parameter.
+            sinks: `[Hq]`, one more score of each head in every softmax, with a value of 0; differentiable. A DTensor
+                where q is one. Its gradient is this rank's part: sum it over the ranks, as that of any replicated
+                    parameter.
             return_lse: whether to return the log-sum-exp of the scores as well.
-            return_aux: `AuxRequest(lse=True, max_scores=True)` returns an `AuxOutput` as well, in place of return_lse. max_scores are the
-                largest score of each of this rank's rows, over the keys of all ranks, as the softmax takes it: no sink is among them,
-                and -inf where a row sees nothing. Not differentiable.
+            return_aux: `AuxRequest(lse=True, max_scores=True)` returns an `AuxOutput` as well, in place of return_lse.
+                max_scores are the largest score of each of this rank's rows, over the keys of all ranks, as the softmax
+                takes it: no sink is among them, and -inf where a row sees nothing. Not differentiable.
 
         Returns:
-            out `[B, Hq, seqlen_local, Dv]`, in the memory order of q, or `[seqlen_local, Hq, Dv]`; with return_lse `(out, lse)`, with
-            return_aux `(out, AuxOutput)`. lse and max_scores are fp32 `[B, Hq, seqlen_local]` or `[Hq, seqlen_local]`.
+            out `[B, Hq, seqlen_local, Dv]`, in the memory order of q, or `[seqlen_local, Hq, Dv]`; with return_lse
+            `(out, lse)`, with return_aux `(out, AuxOutput)`. lse and max_scores are fp32 `[B, Hq, seqlen_local]` or
+            `[Hq, seqlen_local]`.
 
         Raises:
             TypeError: q, k or v is no tensor, return_lse no bool, or return_aux no AuxRequest.
-            ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have planned
-                different masks, or differ in shapes, dtypes or options.
+            ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have
+                planned different masks, or differ in shapes, dtypes or options.
             NotImplementedError: no kernel runs this, or the mask depends on the batch entry and there are several.
         """
         with_max = asks_for_max_scores(return_lse, return_aux)
@@ -254,11 +259,13 @@ class SequencePlan(SpreadTokens):
                 raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
             if x.ndim not in (3, 4) or x.ndim != q.ndim:
                 raise ValueError(
-                    f"`{name}` must be [B, H, seqlen_local, D] or [seqlen_local, H, D], like `q`, got shape {list(x.shape)}"
+                    f"`{name}` must be [B, H, seqlen_local, D] or [seqlen_local, H, D], like `q`, got "
+                    f"shape {list(x.shape)}"
                 )
         if q.ndim == 4 and q.shape[0] != 1 and self._is_of_entry:
             raise NotImplementedError(
-                f"`q` must have one batch entry, because the mask_mod of the plan depends on it (b), got {q.shape[0]}; pack entries with "
+                "`q` must have one batch entry, because the mask_mod of the plan depends on it (b), "
+                f"got {q.shape[0]}; pack entries with "
                 "masks of their own into one sequence, as documents, or give a mask_mod without b"
             )
         if are_distributed(q, k, v):

@@ -1,7 +1,8 @@
 """Sharding rules for the ops of attention across ranks when they are called on DTensors themselves.
 
-Tokens on the dimension of the mesh that the group of the op is; on others everything replicated, or heads. A rule of DTensor's holds for
-each dimension of a mesh alike: what is sharded on a wrong one has another number of rows than the plan, which the op refuses.
+Tokens on the dimension of the mesh that the group of the op is; on others everything replicated, or heads. A rule of
+DTensor's holds for each dimension of a mesh alike: what is sharded on a wrong one has another number of rows than the
+plan, which the op refuses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One sequence over ranks: which rank has which of its tokens, and how tensors over it are spread and put together again.
+"""One sequence over ranks: which rank has which of its tokens,
+and how tensors over it are spread and put together again.
 
 Tokens of self-attention are queries and keys; those of cross attention are two sequences, each spread by itself.
 """
@@ -49,7 +50,8 @@ class SpreadTokens:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(total={self.total}, seqlen_local={self.seqlen_local}, rank={self.rank} of {self.cp_size}, "
+            f"{type(self).__name__}(total={self.total}, seqlen_local={self.seqlen_local}, "
+            f"rank={self.rank} of {self.cp_size}, "
             f"chunk_size={self.placement.chunk_size}, device='{self.device}')"
         )
 
@@ -67,7 +69,8 @@ class SpreadTokens:
         ) and torch.equal(here.chunks, there.chunks)
 
     def permutation(self, restore: bool = False) -> Tensor:
-        """The order of the tokens, in the form of PyTorch's load balancers: after it, rank r holds the r-th of equal parts.
+        """The order of the tokens, in the form of PyTorch's load balancers: after it,
+        rank r holds the r-th of equal parts.
 
         The plan itself serves where PyTorch asks for a `load_balancer`.
 
@@ -83,7 +86,8 @@ class SpreadTokens:
         check_flag("restore", restore)
         if self.has_padding:
             raise ValueError(
-                f"a `permutation` needs a plan without padding, but {self.total} tokens are padded to {self.seqlen_local} on each of "
+                f"a `permutation` needs a plan without padding, but {self.total} tokens are padded to "
+                f"{self.seqlen_local} on each of "
                 f"{self.cp_size} ranks"
             )
         where = self.placement.inverse_positions() if restore else self.placement.positions()
@@ -150,16 +154,18 @@ class SpreadTokens:
     ) -> Tensor:
         """The labels of this rank's tokens: for each one the next token of the sequence.
 
-        Call it on the whole sequence. Shifting this rank's tokens instead would take the next token of the rank, which is wrong.
+        Call it on the whole sequence. Shifting this rank's tokens instead would take the next token of the rank, which
+        is wrong.
 
         Args:
-            tokens: integers over the whole sequence, the same on every rank; `total` entries along `dim`. Entries may be
-                `ignore_index` already.
+            tokens: integers over the whole sequence, the same on every rank; `total` entries along `dim`. Entries may
+                be `ignore_index` already.
             dim: the dimension of the sequence.
-            documents: the document number of each token, broadcastable to `tokens`. The last token of each document then has the
-                label `ignore_index`, as the last token of the sequence has.
+            documents: the document number of each token, broadcastable to `tokens`. The last token of each document
+                then has the label `ignore_index`, as the last token of the sequence has.
             is_shifted: whether `tokens` already are the labels.
-            ignore_index: the label of tokens that predict nothing, padding included; by default that of `cross_entropy`.
+            ignore_index: the label of tokens that predict nothing, padding included; by default that of
+                `cross_entropy`.
 
         Returns:
             The dtype of `tokens`, with `seqlen_local` entries along `dim`.
@@ -190,7 +196,8 @@ class SpreadTokens:
         return self.shard(tokens, dim, padding=ignore_index)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks, for example of losses to print. All ranks call it together. Not differentiable."""
+        """The sum of `x` over all ranks, for example of losses to print. All ranks call it together.
+        Not differentiable."""
         if not isinstance(x, Tensor):
             raise TypeError(f"`x` must be a tensor, got {type(x).__name__}")
         with torch.no_grad():

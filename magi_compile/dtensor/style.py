@@ -17,10 +17,10 @@ from magi_compile.dtensor.make_plan import group_of
 class ContextParallel(ParallelStyle):
     """Runs the attention of a module over the ranks of the mesh, by the plan that its mask carries.
 
-    Call the module with this rank's tokens. It passes `SequencePlan.block_mask` (which `context_parallel_shard` makes of a
-    BlockMask) to `flex_attention`, or `SequencePlan.slices` to `magi_compile.flex_flash_attention`. Attention with another mask or
-    without one raises, as in `context_parallel`. No collective is added around the module: each attention moves the rows that it
-    needs.
+    Call the module with this rank's tokens. It passes `SequencePlan.block_mask` (which `context_parallel_shard` makes
+    of a BlockMask) to `flex_attention`, or `SequencePlan.slices` to `magi_compile.flex_flash_attention`. Attention with
+    another mask or without one raises, as in `context_parallel`. No collective is added around the module: each
+    attention moves the rows that it needs.
 
         parallelize_module(model, mesh["cp"], {"layers.*.attention": ContextParallel()})
     """

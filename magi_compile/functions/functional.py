@@ -2,7 +2,8 @@
 
     x = table[q];  y = x.view(());  x += 1;  y > kv      ->      index(table, [q]) + 1 > kv
 
-PyTorch's own functionalization knows which values share memory. What is left of NumPy in a graph of Dynamo's becomes ATen's as well.
+PyTorch's own functionalization knows which values share memory. What is left of NumPy in a graph of Dynamo's becomes
+ATen's as well.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | No
         captures: tensors of static sizes, real or fake, and ints.
 
     Returns:
-        The graph, with the same placeholders; None where there is none for all values of the captured ints, or where it writes to a
-        captured tensor or draws random numbers.
+        The graph, with the same placeholders; None where there is none for all values of the captured ints, or where it
+        writes to a captured tensor or draws random numbers.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if any(node.op == "get_attr" or is_random(name_of(node.target)) for node in graph.nodes):
@@ -101,8 +102,8 @@ _BITWISE: dict[Any, str] = {
 
 
 def _tidy(module: torch.fx.GraphModule, placeholders: Sequence[Node]) -> Graph | None:
-    """The graph with these placeholders in this order, without what it writes to indices at its end, and with its constants as
-    calls; None where it writes to anything else, or makes a large tensor of numbers."""
+    """The graph with these placeholders in this order, without what it writes to indices at its end, and with its
+    constants as calls; None where it writes to anything else, or makes a large tensor of numbers."""
     graph = Graph()
     copies: dict[Node, Node] = {node: graph.placeholder(node.name) for node in placeholders}
     indices = set(placeholders[: len(INDICES)])

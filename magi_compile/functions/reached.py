@@ -1,7 +1,8 @@
 """All that a function of Python can reach: what its tensors are called, and whether any of it has been bound anew.
 
-A function reaches its closure, the globals that its code names, its defaults, and of objects the attributes that its code names; from
-there on items of tuples, lists and dicts, and other functions. Tensors themselves are watched by their versions, see `_kept.py`.
+A function reaches its closure, the globals that its code names, its defaults, and of objects the attributes that its
+code names; from there on items of tuples, lists and dicts, and other functions. Tensors themselves are watched by their
+versions, see `_kept.py`.
 """
 
 from __future__ import annotations
@@ -147,10 +148,8 @@ class Reached:
                 return False
             if f.__kwdefaults__ is not kwdefaults:
                 return False
-            for cell, reference in zip(f.__closure__ or (), then, strict=True):
-                if _content(cell) is not reference():
-                    return False
-            return True
+            cells = zip(f.__closure__ or (), then, strict=True)
+            return all(_content(cell) is reference() for cell, reference in cells)
 
         self._checks.append(is_same)
         if kwdefaults:

@@ -1,4 +1,5 @@
-"""A function of indices as a graph, by calling it once with symbols: what Dynamo does in torch.compile, for eager code."""
+"""A function of indices as a graph, by calling it once with symbols: what Dynamo does in torch.compile,
+for eager code."""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ for _name in (*_OPERATORS, "__abs__"):
 def _needs_value(name: str) -> Callable[..., Any]:
     def needs_value(self: _Symbol, *args: Any, **kwargs: Any) -> Any:
         raise UnreadableError(
-            f"`{name}` of `{title_of(self.node, {})}` needs its value: a {self.recorder.what} cannot branch on its arguments, "
+            f"`{name}` of `{title_of(self.node, {})}` needs its value: a {self.recorder.what} cannot "
+            "branch on its arguments, "
             f"use & | ~ and torch.where"
         )
 

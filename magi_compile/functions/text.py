@@ -6,7 +6,8 @@ The text is made by FX from the mask_mod's own graph, so that it computes what P
         floor_divide = torch.floor_divide(t0[q], 3);
         return floor_divide
 
-A function takes what it depends on: some of b, h, q and kv, captured tensors `t0, t1, ...` and captured ints `s0, s1, ...`.
+A function takes what it depends on: some of b, h, q and kv, captured tensors `t0, t1, ...` and captured ints
+`s0, s1, ...`.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ def column(
 def at_points(
     function: Callable[..., Any], points: Mapping[str, Tensor], captures: Mapping[str, Any]
 ) -> Tensor:
-    """A function's values at points, each given by as many entries of the tensors `points [n]`; as it is where it takes none."""
+    """A function's values at points, each given by as many entries of the tensors `points [n]`;
+    as it is where it takes none."""
     names = parameters(function)
     moving = [name for name in names if name in INDICES]
 
@@ -170,7 +172,8 @@ def names_by_id(captures: Mapping[str, Any], titles: Sequence[str] = ()) -> dict
 def mask_mod_of(
     function: Callable[..., Any], captures: Mapping[str, Any], titles: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """The function `mask` of a text as a mask_mod: of b, h, q and kv alone. Its `names` say what the user calls its tensors."""
+    """The function `mask` of a text as a mask_mod: of b, h, q and kv alone.
+    Its `names` say what the user calls its tensors."""
     names = parameters(function)
 
     def mask_mod(*index: Any) -> Any:
@@ -342,7 +345,8 @@ class _ScalarIndexing(TorchFunctionMode):
 
 
 def _without_bools(*args: Any) -> tuple[Any, ...]:
-    """The operands of a difference, a bool beside a number as a number: what torch.vmap makes of them for a mask_mod."""
+    """The operands of a difference, a bool beside a number as a number:
+    what torch.vmap makes of them for a mask_mod."""
     dtypes = [x.dtype for x in args if isinstance(x, Tensor)]
     if len(dtypes) != 2 or dtypes.count(torch.bool) != 1:
         return args

@@ -6,8 +6,8 @@
     activate_flash_attention_impl("MAGI")  # restore_flash_attention_impl() undoes it
 
 From then on `torch.nn.attention.varlen.varlen_attn` runs on our kernels, on GPUs and CPUs, and so does what
-`scaled_dot_product_attention` gives to flash attention on GPUs. Calls that our kernels do not have go to PyTorch's own flash
-attention, with one warning for each reason.
+`scaled_dot_product_attention` gives to flash attention on GPUs. Calls that our kernels do not have go to PyTorch's own
+flash attention, with one warning for each reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _Handle:
 
 
 def activate() -> _Handle:
-    """Makes the ops ours. PyTorch calls it in `activate_flash_attention_impl("MAGI")`, which the package has registered."""
+    """Makes the ops ours. PyTorch calls it in `activate_flash_attention_impl("MAGI")`,
+    which the package has registered."""
     libraries = []
     for namespace, names, devices in (
         ("torch_attn", _VARLEN, ("CPU", "CUDA")),
@@ -138,8 +139,8 @@ def call_of_varlen(given: dict[str, Any]) -> Call | str:
 
     Args:
         given: by name, `query [total_q, Hq, D]`, `key` and `value [total_k, Hkv, D]`, `cu_seq_q` and `cu_seq_k`
-            `[sequences + 1]`, `is_causal`, `window_size` (left, right; -1 for no limit), `scale`; what a version of PyTorch does
-            not have may be missing. Windows are aligned at the last row and the last key of a sequence.
+            `[sequences + 1]`, `is_causal`, `window_size` (left, right; -1 for no limit), `scale`; what a version of
+            PyTorch does not have may be missing. Windows are aligned at the last row and the last key of a sequence.
 
     Returns:
         The call, or the reason why PyTorch's own kernel must run it.
@@ -169,7 +170,8 @@ def call_of_varlen(given: dict[str, Any]) -> Call | str:
 
 
 def call_of_sdpa(given: dict[str, Any]) -> Call | str:
-    """The call that the arguments of `aten::_scaled_dot_product_flash_attention` stand for, or why it is not one of ours.
+    """The call that the arguments of `aten::_scaled_dot_product_flash_attention` stand for,
+    or why it is not one of ours.
 
     Args:
         given: by name, `query [B, Hq, L, D]`, `key` and `value [B, Hkv, S, D]`, `dropout_p`, `is_causal`, `scale`.
@@ -304,7 +306,9 @@ class _Varlen(torch.autograd.Function):
         return out, lse, state
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None
+    ) -> tuple[Any, ...]:
         q, k, v, cu_q, cu_k, out, lse, state = ctx.saved_tensors
         others = (None,) * (len(ctx.needs_input_grad) - 5)
         if dout is None and dlse is None:
@@ -338,7 +342,8 @@ def _varlen_backward_with_lse(
     call = call_of_varlen({**given, "is_causal": is_causal, "scale": scale, "window_size": window})
     if isinstance(call, str):
         raise NotImplementedError(
-            "the log-sum-exp of varlen_attn has gradients only where 'MAGI' runs the call, which PyTorch's own flash attention "
+            "the log-sum-exp of varlen_attn has gradients only where 'MAGI' runs the call, which "
+            "PyTorch's own flash attention "
             f"did here: {call}"
         )
     return tuple(map(_like, (q, k, v), call.backward(dout, dlse, out, lse)))
@@ -347,7 +352,8 @@ def _varlen_backward_with_lse(
 _lib = Library("magi", "FRAGMENT")
 define(
     _lib,
-    "varlen_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor cu_seq_q, Tensor? cu_seq_k, Tensor out, Tensor lse, "
+    "varlen_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor cu_seq_q, "
+    "Tensor? cu_seq_k, Tensor out, Tensor lse, "
     "bool is_causal, float? scale, int[]? window_size) -> (Tensor, Tensor, Tensor)",
     _varlen_backward_with_lse,
     lambda dout, dlse, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),

@@ -4,12 +4,12 @@
     use_magi(config)
 
 torchtitan then builds `MagiAttention` in place of its FlexAttention. A model asks for its masks as before; instead of a
-BlockMask it gets the slices of its mask_mods, made once for each batch, in tensors whose shapes are the same in every step.
-Under context parallelism the tokens of a batch are spread over ranks by the masks of all layers, and a layer gets a
-`SequencePlan`.
+BlockMask it gets the slices of its mask_mods, made once for each batch, in tensors whose shapes are the same in every
+step. Under context parallelism the tokens of a batch are spread over ranks by the masks of all layers, and a layer gets
+a `SequencePlan`.
 
-Three functions of torchtitan are replaced for that, at the first use of the override. They do what they did before wherever
-`MagiAttention` is not.
+Three functions of torchtitan are replaced for that, at the first use of the override. They do what they did before
+wherever `MagiAttention` is not.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class MagiAttention(Module):
         """How many layers have each mask of a model with several, by name; None stands for equally many."""
 
         slice_capacity: int | None = None
-        """How many slices a mask may have for each batch entry; None stands for one for every 16 tokens, and at least 256."""
+        """How many slices a mask may have for each batch entry; None stands for one for every 16 tokens,
+        and at least 256."""
 
         varlen_window: tuple[int, int] | None = None
         """The window of the VarlenAttention that this stands for."""
@@ -264,8 +265,8 @@ def magi(
         chunk_size: tokens that stay together under context parallelism; None chooses by the masks.
         weights: how many layers have each mask of a model with several, by name, for their balance under context
             parallelism; None stands for equally many.
-        slice_capacity: how many slices a mask may have for each batch entry; None stands for one for every 16 tokens, and at
-            least 256.
+        slice_capacity: how many slices a mask may have for each batch entry; None stands for one for every 16 tokens,
+            and at least 256.
 
     Returns:
         The attention that is built in its place.
@@ -379,7 +380,8 @@ def _check_layers(model: Decoder) -> None:
     for number, layer in enumerate(model.config.layers):
         if layer.attention is None:
             raise NotImplementedError(
-                f"{NAME} needs a model whose layers all have attention, got {type(model).__name__}, in which layer {number} "
+                f"{NAME} needs a model whose layers all have attention, got {type(model).__name__}, in "
+                f"which layer {number} "
                 "has another kind; leave this model on its own attention"
             )
         given = getattr(layer.attention.inner_attention, "varlen_window", None)
@@ -387,7 +389,8 @@ def _check_layers(model: Decoder) -> None:
         made = (-1 if window is None else window - 1, 0)
         if given is not None and given != made:
             raise NotImplementedError(
-                f"`window_size` of the VarlenAttention in layer {number} must be that of the model's mask, {made}, got {given}"
+                f"`window_size` of the VarlenAttention in layer {number} must be that of the model's "
+                f"mask, {made}, got {given}"
             )
 
 
@@ -444,7 +447,8 @@ def _plans_of(
         )
     if load_balancer not in ("headtail", None):
         raise ValueError(
-            "`parallelism.context_parallel_load_balancer` must be 'headtail', the default, which stands for the balance of "
+            "`parallelism.context_parallel_load_balancer` must be 'headtail', the default, which "
+            "stands for the balance of "
             f"magi_compile here, or None for contiguous parts, got {load_balancer!r}"
         )
     made = {name: _made[mask.q_ranges] for name, mask in masks.items()}

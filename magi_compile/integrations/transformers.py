@@ -6,8 +6,8 @@
     model = torch.compile(model, backend="magi")  # or without: eager code runs on our kernels too
 
 transformers asks for a mask once for each layer type and forward (`magi_mask`) and calls the attention function in each
-layer (`magi_attention`). The mask is a BlockMask without block lists: the slices come from its mask function, once for all
-layers that share it. Steps of generation, of a few rows behind a cache, run on `scaled_dot_product_attention`.
+layer (`magi_attention`). The mask is a BlockMask without block lists: the slices come from its mask function, once for
+all layers that share it. Steps of generation, of a few rows behind a cache, run on `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ _REFUSED = {
 def register() -> None:
     """Registers "magi" as an attention implementation of transformers. Importing this module has done it already.
 
-    Nothing changes for models of other implementations. A model takes it at construction (`attn_implementation="magi"`) or
-    later (`model.set_attn_implementation("magi")`).
+    Nothing changes for models of other implementations. A model takes it at construction (`attn_implementation="magi"`)
+    or later (`model.set_attn_implementation("magi")`).
     """
     AttentionInterface.register(NAME, magi_attention)
     AttentionMaskInterface.register(NAME, magi_mask)
@@ -114,9 +114,9 @@ def register() -> None:
 def register_flex_attention_mask(enabled: bool = True) -> None:
     """Lets compiled models with `attn_implementation="flex_attention"` make their masks inside of the graph.
 
-    transformers makes the BlockMask of these models with an argument that PyTorch has deprecated, and Dynamo breaks the graph
-    at the warning. This replaces their mask function for the whole process, also for models that exist already. While
-    Dynamo traces, the replacement leaves that argument out; in eager code it calls the original.
+    transformers makes the BlockMask of these models with an argument that PyTorch has deprecated, and Dynamo breaks the
+    graph at the warning. This replaces their mask function for the whole process, also for models that exist already.
+    While Dynamo traces, the replacement leaves that argument out; in eager code it calls the original.
 
     Args:
         enabled: False restores the function of transformers.
@@ -154,8 +154,8 @@ def magi_mask(
         **rest: what `transformers.masking_utils.sdpa_mask` takes beyond that.
 
     Returns:
-        A BlockMask without block lists; for a step of generation what `sdpa_mask` returns: bool `[B, 1, q_length, kv_length]`,
-        or None if the row sees every key.
+        A BlockMask without block lists; for a step of generation what `sdpa_mask` returns: bool
+        `[B, 1, q_length, kv_length]`, or None if the row sees every key.
     """
     if mask_function is None:
         raise TypeError("`mask_function` must be a function of b, h, q and kv, got None")
@@ -191,7 +191,8 @@ def magi_mask(
     block_mask._magi_lacks_documents = lacks_documents
     block_mask._magi_padding = attention_mask if has_padding else None
     if not torch.compiler.is_compiling():
-        # `generate` of transformers up to 5.23 calls mask.contiguous() with a static cache. A call of the reference is the mask.
+        # `generate` of transformers up to 5.23 calls mask.contiguous() with a static cache. A call of the reference is
+        # the mask.
         block_mask.contiguous = ref(block_mask)
     return block_mask
 
@@ -222,21 +223,24 @@ def magi_attention(
         query: `[B, Hq, L, D]`, fp32, bf16 or fp16.
         key: `[B, Hkv, S, D]`.
         value: `[B, Hkv, S, Dv]`.
-        attention_mask: what `magi_mask` returned, any other BlockMask, or a dense mask `[B, 1 or Hq, L, S]`, bool or added to
-            the scores, with which attention runs on `scaled_dot_product_attention`.
+        attention_mask: what `magi_mask` returned, any other BlockMask, or a dense mask `[B, 1 or Hq, L, S]`, bool or
+            added to the scores, with which attention runs on `scaled_dot_product_attention`.
         scaling: factor of the scores; None stands for `D ** -0.5`.
         dropout: must be 0.
         **rest: other arguments of the model's forward, of which these count:
-            `is_causal`, what None for `attention_mask` stands for: everything (False) or, row by row, no later key (True). By
+            `is_causal`, what None for `attention_mask` stands for: everything (False) or, row by row, no later key
+                (True). By
             default what the module says, which must be False.
             `softcap`: scores become `softcap * tanh(scores / softcap)`.
             `position_bias`: `[1 or B, Hq, L, S]`, added to the scores behind the soft-cap (T5 and its relatives).
             `s_aux`: one more score `[Hq]` in every softmax, with a value of 0 (attention sinks).
-            `cu_seq_lens_q`: int `[documents + 1]`, where documents begin in the rows of all batch entries, one behind the other.
+            `cu_seq_lens_q`: int `[documents + 1]`, where documents begin in the rows of all batch entries, one behind
+                the other.
             Rows see keys of their own document only, whatever else the mask shows.
-            `cu_seq_lens_k`: the same of keys, by default `cu_seq_lens_q`. Both start at 0, never decrease, and cut no batch entry's
-            document. What is behind their last number is padding. Numbers on a GPU are not checked, nor those in a graph.
-            `position_ids`: int `[1 or B, L]`, where documents begin in a causal mask that does not say so
+            `cu_seq_lens_k`: the same of keys, by default `cu_seq_lens_q`. Both start at 0, never decrease, and cut no
+                batch entry's
+            document. What is behind their last number is padding. Numbers on a GPU are not checked, nor those in a
+            graph. `position_ids`: int `[1 or B, L]`, where documents begin in a causal mask that does not say so
             (`may_be_packed`).
 
     Returns:
@@ -244,8 +248,8 @@ def magi_attention(
 
     Raises:
         TypeError: `cu_seq_lens_q` or `cu_seq_lens_k` is no tensor of int32 or int64.
-        ValueError: dropout; a mask of other lengths; no mask although the layer is causal; `cu_seq_lens_q` or `cu_seq_lens_k` do not
-            fit the rows and keys, or each other.
+        ValueError: dropout; a mask of other lengths; no mask although the layer is causal; `cu_seq_lens_q` or
+            `cu_seq_lens_k` do not fit the rows and keys, or each other.
         NotImplementedError: an argument that changes the scores in a way that the kernels do not have.
         RuntimeError: the model is compiled by a backend that does not lower FlexAttention.
     """
@@ -349,7 +353,8 @@ def _check_bias(bias: Tensor, scores: tuple[int, int, int, int]) -> None:
     """Raises where `bias` is not of the shape of the scores `[B, Hq, L, S]`, or `[1, Hq, L, S]`."""
     if bias.dim() != 4 or bias.shape[0] not in (1, scores[0]) or bias.shape[1:] != scores[1:]:
         raise ValueError(
-            f"`position_bias` must have the shape of the scores, {list(scores)}, or 1 batch entry, got {list(bias.shape)}"
+            f"`position_bias` must have the shape of the scores, {list(scores)}, or 1 batch entry, got "
+            f"{list(bias.shape)}"
         )
 
 
@@ -368,7 +373,8 @@ def _with_bias(score_mod: Callable[..., Tensor] | None, bias: Tensor) -> Callabl
 def _added_to_mask(
     mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, hidden: float
 ) -> Tensor | None:
-    """A dense mask that is added to scores of `dtype`, with `bias`, and with `hidden` where a bool mask shows nothing."""
+    """A dense mask that is added to scores of `dtype`, with `bias`,
+    and with `hidden` where a bool mask shows nothing."""
     if bias is not None:
         bias = bias.to(dtype)
     if mask is None:
@@ -419,7 +425,8 @@ def _attend_dense(
     bias: Tensor | None,
     given: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """A step of generation, and attention with a dense mask of the user's. A row that a bool mask shows nothing gives 0."""
+    """A step of generation, and attention with a dense mask of the user's.
+    A row that a bool mask shows nothing gives 0."""
     if mask is not None and query.shape[2] > STEP_ROWS:
         _warn_once(
             "`attn_implementation='magi'` got a dense `attention_mask`, whose attention runs on "
@@ -436,7 +443,8 @@ def _attend_dense(
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise NotImplementedError(
-            f"`attn_implementation='magi'` runs steps with soft-cap or sinks on the `eager_attention_forward` of the model's "
+            "`attn_implementation='magi'` runs steps with soft-cap or sinks on the "
+            "`eager_attention_forward` of the model's "
             f"file, and {type(module).__module__} has none; use attn_implementation='eager'"
         )
     # Its softmax has no rule for a row of -inf.

@@ -23,8 +23,8 @@ class AttnProblem:
     """The problem of a kernel, without the mask and the lengths: enough to choose one and to compile it.
 
     `device_arch` is the CUDA compute capability as (major, minor), or None on a CPU.
-    `softmax_scale` is positive where a kernel runs: the ops put the sign of another one into q. With a score program it is as it comes.
-    `softcap` is 0.0 where there is none: scores are `softcap * tanh(scores / softcap)` otherwise.
+    `softmax_scale` is positive where a kernel runs: the ops put the sign of another one into q. With a score program it
+    is as it comes. `softcap` is 0.0 where there is none: scores are `softcap * tanh(scores / softcap)` otherwise.
     `has_bits`: whether slices may have bit blocks (`masks/bits.py`).
     `has_score`: whether a score program changes the scores (`ScoreCall`).
     `has_max_scores`: whether a forward pass is asked for the largest score of each row.
@@ -51,8 +51,8 @@ class AttnProblem:
 def output_stride(
     shape: Sequence[Any], stride: Sequence[Any], head_dim_v: Any
 ) -> tuple[Any, Any, Any]:
-    """The strides of the output of attention of a q `[total_q, nheads_q, head_dim]`: where all rows of a head of q are next
-    to each other, so are those of the output; else all heads of a row are. Of ints or SymInts.
+    """The strides of the output of attention of a q `[total_q, nheads_q, head_dim]`: where all rows of a head of q are
+    next to each other, so are those of the output; else all heads of a row are. Of ints or SymInts.
 
     The first is a contiguous `[1, nheads_q, total_q, head_dim]` as models have it: its output then needs no copy.
     """
@@ -127,7 +127,8 @@ class Kernel(Protocol):
     plans_in_graph: bool
     #: Whether its forward and backward look at slices although there is a plan.
     needs_slices: bool
-    #: Whether calls on a GPU are prepared, so that they can be repeated without Python (`kernels/sm90/runtime/native.py`).
+    #: Whether calls on a GPU are prepared, so that they can be repeated without Python
+    #: (`kernels/sm90/runtime/native.py`).
     prepares_calls: bool
 
     def refusals(self, problem: AttnProblem) -> list[str]:
@@ -140,8 +141,8 @@ class Kernel(Protocol):
         ...
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> Plan:
-        """The plan of this kernel for `slices`, shared by forward and backward and by all layers. On a GPU nothing waits for the
-        device."""
+        """The plan of this kernel for `slices`, shared by forward and backward and by all layers. On a GPU nothing
+        waits for the device."""
         ...
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
@@ -168,11 +169,12 @@ class Kernel(Protocol):
         `out_dtype`: by default that of `q`, wider where it will be a prior.
 
         `score`, there where `problem.has_score` and only there, changes the scores of visible pairs to
-        `program(softmax_scale * q @ k, b, h, q, kv)`; results for masked pairs are ignored. A row whose scores are all -inf has out 0
-        and lse -inf, like one that sees nothing.
+        `program(softmax_scale * q @ k, b, h, q, kv)`; results for masked pairs are ignored. A row whose scores are all
+        -inf has out 0 and lse -inf, like one that sees nothing.
 
-        `max_scores`, there where `problem.has_max_scores` and only there, is written to: fp32 `[nheads_q, total_q]`, contiguous, each
-        entry becomes the largest one of itself and of the scores of its row, as the softmax takes them (scaled, and capped or changed by `score`).
+        `max_scores`, there where `problem.has_max_scores` and only there, is written to: fp32 `[nheads_q, total_q]`,
+        contiguous, each entry becomes the largest one of itself and of the scores of its row, as the softmax takes them
+        (scaled, and capped or changed by `score`).
         """
         ...
 
@@ -187,6 +189,6 @@ class Kernel(Protocol):
         score: ScoreCall | None = None,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
-        """Gradients; the same bits every time where `deterministic` is set, which is torch's setting by default. Those of the captured
-        tensors of `score` are added to its `sums`."""
+        """Gradients; the same bits every time where `deterministic` is set, which is torch's setting by default. Those
+        of the captured tensors of `score` are added to its `sums`."""
         ...

@@ -28,8 +28,8 @@ from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compi
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant for head dimensions that kernels are made for, without score programs and largest scores: the others are compiled at
-    first use."""
+    """Every variant for head dimensions that kernels are made for, without score programs and largest scores: the
+    others are compiled at first use."""
     for head_dim, dtype, softcap in itertools.product(CUDA_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
         problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
         config = forward_config(problem)

@@ -22,8 +22,8 @@ class ForwardConfig:
 
     A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. With two
     `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q. The
-    producer of a launch without remote keys has a branch for their tensor maps too if it `always_takes_remote_keys`: the
-    assembler's code is faster there.
+    producer of a launch without remote keys has a branch for their tensor maps too if it `always_takes_remote_keys`:
+    the assembler's code is faster there.
     """
 
     num_consumers: int
@@ -53,8 +53,8 @@ _FORWARD = {
     256: ForwardConfig(2, 64, 3, 2, 1, 40, 232),
 }
 
-# With bit blocks, of which a tile is as high as one and a block as wide, or half of one; and with score programs, which need
-# registers.
+# With bit blocks, of which a tile is as high as one and a block as wide, or half of one; and with score programs, which
+# need registers.
 _FORWARD_BITS = {
     64: ForwardConfig(2, 128, 4, 4, 2, 40, 232),
     96: ForwardConfig(2, 128, 3, 2, 2, 40, 232),
@@ -65,17 +65,17 @@ _FORWARD_BITS = {
 
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
 _L2_SECTION_BYTES = 32 * 2**20
-# A rank of many has few queries and many keys. The last section ends when its longest tile does, so where sections keep the SMs
-# busy less than so many times, it had better be of more heads. To read K and V again costs less, if several query heads share
-# them.
+# A rank of many has few queries and many keys. The last section ends when its longest tile does, so where sections keep
+# the SMs busy less than so many times, it had better be of more heads. To read K and V again costs less, if several
+# query heads share them.
 _SECTION_WAVES = 20
 
 CUDA_HEAD_DIMS = tuple(_FORWARD)  # those of the backward too
 
 
 def cuda_head_dim(problem: AttnProblem) -> int:
-    """The head_dim of the Hopper kernels for `problem`: the first of `CUDA_HEAD_DIMS` that has room for both of its own, which are at
-    most the last one."""
+    """The head_dim of the Hopper kernels for `problem`: the first of `CUDA_HEAD_DIMS` that has room for both of its
+    own, which are at most the last one."""
     widest = max(problem.head_dim, problem.head_dim_v)
     return next(head_dim for head_dim in CUDA_HEAD_DIMS if head_dim >= widest)
 
@@ -97,8 +97,8 @@ _TABLE_GRADIENT_STAGES = {64: (3, 3), 96: (2, 2), 128: (2, 2), 192: (2, 2), 256:
 
 
 def table_gradients_config(problem: AttnProblem) -> ForwardConfig:
-    """The Hopper kernel of gradients of tensors that a score_mod captures: tiles and blocks are those of the forward, whose plan it
-    walks."""
+    """The Hopper kernel of gradients of tensors that a score_mod captures: tiles and blocks are those of the forward,
+    whose plan it walks."""
     k_stages, v_stages = _TABLE_GRADIENT_STAGES[cuda_head_dim(problem)]
     return replace(forward_config(problem), k_stages=k_stages, v_stages=v_stages, q_buffers=1)
 
@@ -107,11 +107,12 @@ def table_gradients_config(problem: AttnProblem) -> ForwardConfig:
 class BackwardConfig:
     """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/backward/config.cuh`.
 
-    A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups: of 64 keys each, or, where
-    there are no registers for both gradients, of the same 64 keys, one with dk and one with dv. Then `num_ctas` of them share a
-    tile of `tile_rows` keys. `block_cols` are the queries of a block, `stages` the buffers of Q, `dout_stages` those of dO and
-    `score_stages` those of dS. With `rounds_dq` it makes dq of sums that are complete while it is at work on others, which
-    pays where the loop leaves the issue slots for it, and where sums have no order.
+    A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups: of 64 keys each, or,
+    where there are no registers for both gradients, of the same 64 keys, one with dk and one with dv. Then `num_ctas`
+    of them share a tile of `tile_rows` keys. `block_cols` are the queries of a block, `stages` the buffers of Q,
+    `dout_stages` those of dO and `score_stages` those of dS. With `rounds_dq` it makes dq of sums that are complete
+    while it is at work on others, which pays where the loop leaves the issue slots for it, and where sums have no
+    order.
     """
 
     block_cols: int
@@ -159,24 +160,25 @@ AGENDA_NUMBERS = {
 }
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
-# cache. Where all heads together keep the SMs busy less than three times, one section balances better than several; tiles of a single
-# query head cannot be in parts, and balance better where they are many.
+# cache. Where all heads together keep the SMs busy less than three times, one section balances better than several;
+# tiles of a single query head cannot be in parts, and balance better where they are many.
 _BACKWARD_LEAST_WAVES, _BACKWARD_MANY_WAVES = 0.85, 3
 
-# What tiles at work at a time may read in all, of q, dout and sums of dq: measured on an H100, whose L2 cache has 50 MB, and on an
-# H200, which has 60.
+# What tiles at work at a time may read in all, of q, dout and sums of dq: measured on an H100, whose L2 cache has 50
+# MB, and on an H200, which has 60.
 _SMALL_L2_BYTES = 55 * 2**20
 _BACKWARD_CACHED_BYTES, _BACKWARD_CACHED_BYTES_OF_SMALL_L2 = 48 * 2**20, 24 * 2**20
 _LEAST_VISITS_OF_PASS = 64  # less does not pay for handing dk and dv on
 
 
-# With a score program that does more than add to the score, whose slopes are kept beside P: two warpgroups share the keys, as
-# where heads are wider, and plans have the same tiles.
+# With a score program that does more than add to the score, whose slopes are kept beside P: two warpgroups share the
+# keys, as where heads are wider, and plans have the same tiles.
 _BACKWARD_WITH_SLOPES = {128: BackwardConfig(64, 3, 3, 3, 32, 64, 208, True, num_ctas=2)}
 
 
 def backward_config(problem: AttnProblem, *, keeps_slopes: bool = False) -> BackwardConfig:
-    """The Hopper backward kernel for `problem`; `keeps_slopes` for a score program that does more than add to the score."""
+    """The Hopper backward kernel for `problem`; `keeps_slopes` for a score program that does more than add to the
+    score."""
     head_dim = cuda_head_dim(problem)
     if keeps_slopes and head_dim in _BACKWARD_WITH_SLOPES:
         return _BACKWARD_WITH_SLOPES[head_dim]
@@ -213,7 +215,8 @@ class BackwardPasses(NamedTuple):
 def backward_passes(
     problem: AttnProblem, num_tiles: int, section_heads: int, num_sms: int, l2_bytes: int
 ) -> BackwardPasses:
-    """For `num_tiles` of each head: as many heads as tiles keep the SMs busy times, since items of several heads end later."""
+    """For `num_tiles` of each head: as many heads as tiles keep the SMs busy times,
+    since items of several heads end later."""
     waves = num_tiles * section_heads / (_BACKWARD_LEAST_WAVES * num_sms)
     row_bytes = cuda_head_dim(problem) * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
     block_bytes = backward_config(problem).block_cols * row_bytes
@@ -241,14 +244,15 @@ def _divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-# Where heads are few, the q walk has room for tiles in splits, four at most for every SM. A tile of fewer blocks is over before
-# another launch pays, and a split of fewer is mostly its own beginning and end. With many SMs for a head, one tile may take
-# longer than all others together, however many they are; with few it is the last of two or three waves that is to be filled.
+# Where heads are few, the q walk has room for tiles in splits, four at most for every SM. A tile of fewer blocks is
+# over before another launch pays, and a split of fewer is mostly its own beginning and end. With many SMs for a head,
+# one tile may take longer than all others together, however many they are; with few it is the last of two or three
+# waves that is to be filled.
 _CUT_LEAST_BLOCKS, SPLIT_LEAST_BLOCKS = 32, 8
 _SPLITS_PER_SM = 4
 _MANY_SMS, _FEW_WAVES, SPLITS_MOST_TILES = 8, 3, 512
-#: Macros of `csrc/sm90/planner/split_tiles.cu`: splits are taken where they save one of so many parts of the time; all work takes one of so
-#: many parts of an SM's share longer for the chip's power limit.
+#: Macros of `csrc/sm90/planner/split_tiles.cu`: splits are taken where they save one of so many parts of the time; all
+#: work takes one of so many parts of an SM's share longer for the chip's power limit.
 SPLIT_NUMBERS = {"least_gain": 20, "power": 3}
 
 
@@ -285,8 +289,8 @@ def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
     raise ValueError(f'`kernel` must be "cuda", "fa4" or "triton", got {kernel!r}')
 
 
-# flash-attn-4: the blocks of its lists are its own tiles, which it takes from the head dimension. On Blackwell a thread block has two
-# tiles of 128 queries; its backward could have pairs of tiles of 128 keys, which is not measured.
+# flash-attn-4: the blocks of its lists are its own tiles, which it takes from the head dimension. On Blackwell a thread
+# block has two tiles of 128 queries; its backward could have pairs of tiles of 128 keys, which is not measured.
 _FA4_BLACKWELL = PlanTiles(256, 128, 128, 128)
 _FA4_HOPPER = {
     64: PlanTiles(192, 128, 128, 128),

@@ -1,13 +1,14 @@
 """Optional capabilities of kernels whose keys are still under way: a pass in steps, with work of others between them.
 
-A pass is made first, which reads no tensor and raises what can be raised, and then done step by step, on torch's current
-stream of the time when it was made:
+A pass is made first, which reads no tensor and raises what can be raised, and then done step by step, on torch's
+current stream of the time when it was made:
 
     forward     begin    local keys         backward    begin    what needs no keys
                 main     remote keys                    main     what reads keys and values and writes dk and dv
                 finish   out and lse                    finish   dq
 
-Keys are local where they are there from the start, and remote where they arrive. No step waits on the host for the device.
+Keys are local where they are there from the start, and remote where they arrive. No step waits on the host for the
+device.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class BackwardSteps(Protocol):
 
 @runtime_checkable
 class EarlyKernel(Kernel, Protocol):
-    """A kernel whose forward begins with local keys before the remote ones have arrived. Nothing in a kernel waits for these."""
+    """A kernel whose forward begins with local keys before the remote ones have arrived.
+    Nothing in a kernel waits for these."""
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> Any:
         """The plan of `early_forward` for `slices`, of which the columns from `remote_begin` on are the remote keys.
@@ -100,9 +102,9 @@ class EarlyKernel(Kernel, Protocol):
     ) -> ForwardSteps:
         """Attention of `q` over the local keys and values `keys` and over the `remote` ones; none of them is empty.
 
-        `begin` leaves `free_sms` SMs to what brings remote keys, if there are more. How results are rounded may depend on
-        when these arrive, except under `torch.use_deterministic_algorithms(True)`. `max_scores` as in `Kernel.forward`, complete
-        when `finish` has returned.
+        `begin` leaves `free_sms` SMs to what brings remote keys, if there are more. How results are rounded may depend
+        on when these arrive, except under `torch.use_deterministic_algorithms(True)`. `max_scores` as in
+        `Kernel.forward`, complete when `finish` has returned.
         """
         ...
 
@@ -119,6 +121,6 @@ class PhasedKernel(Kernel, Protocol):
         plan: Plan,
         problem: AttnProblem,
     ) -> BackwardSteps:
-        """The backward pass of keys that arrive between `begin` and `main`, which is called once. dk and dv are complete for what
-        is enqueued on the current stream behind it, and are not touched again."""
+        """The backward pass of keys that arrive between `begin` and `main`, which is called once. dk and dv are
+        complete for what is enqueued on the current stream behind it, and are not touched again."""
         ...

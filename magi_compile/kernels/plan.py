@@ -35,7 +35,8 @@ class Plan(NamedTuple):
         tiles: the sizes that the walks are made for.
         q_walk: the walk by query tile, see `magi_compile.plan.tiles.TilePlan`.
         k_walk: the walk by key tile.
-        splits: the tiles of the q walk that are cut into splits of their keys, see `split_kv.SplitLayout`; empty where none is.
+        splits: the tiles of the q walk that are cut into splits of their keys, see `split_kv.SplitLayout`; empty where
+            none is.
         pieces: `[num_pieces, 8]`, those of the CPU kernel, see `magi_compile.kernels.cpu.pieces.Piece`.
         others: tensors of any dtype of a kernel that makes its own plan.
         packed: this plan as `pack` gives it, where it lies in such memory.
@@ -78,7 +79,8 @@ def check_tiles(made_for: PlanTiles | None, tiles: PlanTiles) -> None:
     """Raises ValueError if a plan that was `made_for` some tiles is walked by others."""
     if made_for != tiles:
         raise ValueError(
-            f"`plan` must be made for {tiles}, got one for {made_for}; make it with the kernel, the dtype and the heads of this call"
+            f"`plan` must be made for {tiles}, got one for {made_for}; make it with the kernel, the "
+            "dtype and the heads of this call"
         )
 
 
@@ -109,8 +111,8 @@ class PlanLayout(NamedTuple):
 
 
 def shape_of(tiles: Sequence[int], layout: PlanLayout) -> tuple[Any, ...]:
-    """The shape of the tensor without elements that says where the tensors of a plan lie, which is made for `tiles`: a shape is there
-    on the host, in a CUDA graph, and of a fake tensor."""
+    """The shape of the tensor without elements that says where the tensors of a plan lie, which is made for `tiles`: a
+    shape is there on the host, in a CUDA graph, and of a fake tensor."""
     return (0, *tiles, *layout)
 
 
@@ -122,7 +124,8 @@ def strides_of(shape: Sequence[Any]) -> tuple[int, ...]:
 def pack(plan: Plan) -> list[Tensor]:
     """A plan as ops take it, in as few tensors as can be, since each of them costs every call of a graph; of fakes too.
 
-    Walks and pieces become int32 `[size]` and a tensor of shape `shape_of(...)`. What lies in such memory already is not copied.
+    Walks and pieces become int32 `[size]` and a tensor of shape `shape_of(...)`. What lies in such memory already is
+    not copied.
     """
     if plan.packed:
         return list(plan.packed)

@@ -52,8 +52,8 @@ def exact_forward(
 def exact_max_scores(
     q: Tensor, k: Tensor, slices: AttnSlices, softmax_scale: float, softcap: float = 0.0
 ) -> Tensor:
-    """The largest score of each row, as the softmax takes it: fp64 `[nheads_q, seqlen_q]`, -inf in rows that see nothing. Arguments
-    as those of `exact_forward`."""
+    """The largest score of each row, as the softmax takes it: fp64 `[nheads_q, seqlen_q]`, -inf in rows that see
+    nothing. Arguments as those of `exact_forward`."""
     visible = slices.to_dense()
     largest = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float64)
     if k.shape[0] == 0:

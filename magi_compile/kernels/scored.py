@@ -11,7 +11,8 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
 _ATOMICS = (
-    "accumulates gradients of captured tensors with atomics, which torch.use_deterministic_algorithms(True) forbids; detach these "
+    "accumulates gradients of captured tensors with atomics, which "
+    "torch.use_deterministic_algorithms(True) forbids; detach these "
     "tensors, or use the cpu kernel"
 )
 
@@ -22,7 +23,8 @@ def refusals_of_atomics() -> list[str]:
 
 
 def refuse_atomics(score: ScoreCall | None, deterministic: bool | None) -> None:
-    """Raises where gradients of captured tensors have to repeat bit for bit, which those that are added up by atomics do not."""
+    """Raises where gradients of captured tensors have to repeat bit for bit,
+    which those that are added up by atomics do not."""
     if score is not None and score.sums and deterministic:
         raise NotImplementedError(f"the kernel {_ATOMICS}")
 
@@ -38,8 +40,8 @@ class ScoredKernel(Protocol):
         dtypes: Sequence[torch.dtype],
         ranks: Sequence[int],
     ) -> list[str]:
-        """Every reason why this kernel cannot run the program for `problem` with captured tensors of these dtypes and numbers of
-        dimensions; empty when it can."""
+        """Every reason why this kernel cannot run the program for `problem` with captured tensors of these dtypes and
+        numbers of dimensions; empty when it can."""
         ...
 
     def table_refusals(

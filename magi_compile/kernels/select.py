@@ -23,16 +23,18 @@ KERNELS: dict[str, str] = {
     "reference": "magi_compile.kernels.reference:ReferenceKernel",
 }
 
-# Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix; flash-attn-4 is
-# slower than "cuda" on Hopper, and has not run here on Blackwell.
+# Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix;
+# flash-attn-4 is slower than "cuda" on Hopper, and has not run here on Blackwell.
 ONLY_IF_FORCED = frozenset({"reference", "fa4"})
 
 # Why a kernel is not chosen for bit blocks or score programs by a user who did not ask for it by name.
 SLOWER_WITH_BITS = {
-    "triton": "runs bit blocks only where kernel 'triton' is asked for by name: on an H100 it has 0.2 to 0.55 times FlexAttention's speed"
+    "triton": "runs bit blocks only where kernel 'triton' is asked for by name: on an H100 it has 0.2 "
+    "to 0.55 times FlexAttention's speed"
 }
 SLOWER_WITH_SCORES = {
-    "triton": "runs score_mods only where kernel 'triton' is asked for by name: on an H100 it has 0.5 times FlexAttention's speed"
+    "triton": "runs score_mods only where kernel 'triton' is asked for by name: on an H100 it has 0.5 "
+    "times FlexAttention's speed"
 }
 
 
@@ -179,7 +181,8 @@ def problem_of(
 ) -> AttnProblem:
     """The problem of attention of `q`, `k` and `v` (real or fake): packed, or `[B, H, S, D]`.
 
-    `dtype` is what it computes in, that of `q` by default. Where a number of heads or a head size is dynamic, this is a guard.
+    `dtype` is what it computes in, that of `q` by default. Where a number of heads or a head size is dynamic, this is a
+    guard.
     """
     heads = int(q.shape[1]), int(k.shape[1]), int(q.shape[-1]), int(v.shape[-1])
     return problem_on(q.device, dtype or q.dtype, heads, softmax_scale, softcap)

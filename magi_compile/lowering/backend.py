@@ -114,8 +114,8 @@ def enabled(**options: Unpack[OptionsByName]) -> Iterator[None]:
 def enable(**options: Unpack[OptionsByName]) -> None:
     """Lowers FlexAttention in everything that stock Inductor compiles from now on (`torch.compile(model)`).
 
-    Use it where other code calls torch.compile. Graphs that are already compiled do not change. It holds for all threads,
-    except that a thread which has compiled something keeps the setting of that moment.
+    Use it where other code calls torch.compile. Graphs that are already compiled do not change. It holds for all
+    threads, except that a thread which has compiled something keeps the setting of that moment.
 
     Args:
         **options: the fields of `LoweringOptions`.
@@ -131,7 +131,8 @@ def _enable(chosen: LoweringOptions) -> None:
     previous = _compat.installed_pre_grad_pass()
     if previous is not None and not _compat.is_pre_grad_pass_of_ours(previous):
         raise RuntimeError(
-            f"Inductor's `pre_grad_custom_pass` must be None for `enable`, got {previous!r}; use backend='magi', or remove that pass"
+            f"Inductor's `pre_grad_custom_pass` must be None for `enable`, got {previous!r}; use "
+            "backend='magi', or remove that pass"
         )
     # Inductor's caches key on this: it changes with everything that changes what the pass does.
     identity = f"{_version_of_sources()} {chosen}"
@@ -142,8 +143,8 @@ def _enable(chosen: LoweringOptions) -> None:
 
 @cache
 def _version_of_sources() -> str:
-    """The version and a digest of all that a compiled graph of ours is made by, which Inductor's caches on disk must not take
-    from other sources: code that was compiled for an op with other arguments or strides fails."""
+    """The version and a digest of all that a compiled graph of ours is made by, which Inductor's caches on disk must
+    not take from other sources: code that was compiled for an op with other arguments or strides fails."""
     package = Path(__file__).parents[1]
     folders = ("masks", "score", "plan", "kernels", "ops", "lowering")
     files = sorted(path for folder in folders for path in (package / folder).rglob("*.py"))

@@ -1,8 +1,8 @@
 """The data that a graph is compiled with: whether its masks have intervals for them.
 
-What intervals take for granted of captured tensors (equal values next to each other, values that do not decrease) is a property of how
-a program makes its data, and so of all of them. The first ones decide which way a mask takes where later ones could not without a wait
-for the GPU.
+What intervals take for granted of captured tensors (equal values next to each other, values that do not decrease) is a
+property of how a program makes its data, and so of all of them. The first ones decide which way a mask takes where
+later ones could not without a wait for the GPU.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def order_reasons(
         device: where its slices are.
 
     Returns:
-        The reasons; none where data are as intervals need them, where they mean nothing to the mask either, and where they are not
-        known.
+        The reasons; none where data are as intervals need them, where they mean nothing to the mask either, and where
+        they are not known.
     """
     if not all(isinstance(symbol, int) for symbol in symbols):
         return ()

@@ -87,7 +87,8 @@ class Explanation:
             blocks.append(f"{label} " + text.replace("\n", "\n    "))
         if self.num_across_ranks:
             blocks.append(
-                f"{self.num_across_ranks} attentions run across ranks: SequencePlan.explain() shows balance and communication"
+                f"{self.num_across_ranks} attentions run across ranks: SequencePlan.explain() shows "
+                "balance and communication"
             )
         return "\n".join([*blocks, str(self.report)])
 
@@ -95,8 +96,8 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Runs `fn(*args, **kwargs)` once and explains what backend="magi" does with every attention in it.
 
-    The run computes no gradients and compiles no code. Attentions that stay on FlexAttention run eagerly, which takes memory
-    for the whole score matrix.
+    The run computes no gradients and compiles no code. Attentions that stay on FlexAttention run eagerly, which takes
+    memory for the whole score matrix.
 
     Args:
         fn: a model or a function that calls FlexAttention.

@@ -42,8 +42,8 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
         mask: the nodes of its slices and plan.
 
     Returns:
-        The node that runs it, its out `[B, Hq, Sq, Dv]`, its lse `[B, Hq, Sq]` and, if the call asks for them, its largest scores
-        `[B, Hq, Sq]`, in the units of the call.
+        The node that runs it, its out `[B, Hq, Sq, Dv]`, its lse `[B, Hq, Sq]` and, if the call asks for them, its
+        largest scores `[B, Hq, Sq]`, in the units of the call.
     """
     problem = found.problem
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
@@ -82,8 +82,8 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
 
 
 def _given_in_place(call: FlexCall, qkv: tuple[Node, ...]) -> tuple[Node, ...]:
-    """q, k and v, packed, but for those that code outside of the graph gives and may write to before the backward: a graph must not
-    save a view of them, so that autograd sees it."""
+    """q, k and v, packed, but for those that code outside of the graph gives and may write to before the backward: a
+    graph must not save a view of them, so that autograd sees it."""
     if not _has_backward_here(call):
         return qkv
     return tuple(
@@ -212,8 +212,8 @@ def _exchanges_heads_and_rows(node: Node) -> bool:
 
 
 def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_head: bool) -> Node:
-    """`[B, H, S, D]` as `[B * S, H, D]`, or `by_head` as `[B * H * S, 1, D]`: a view wherever the strides allow, but of one batch
-    entry that is to serve several."""
+    """`[B, H, S, D]` as `[B * S, H, D]`, or `by_head` as `[B * H * S, 1, D]`: a view wherever the strides allow, but of
+    one batch entry that is to serve several."""
     if value_of(node).dtype != dtype:
         node = emit.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
     nheads, head_dim = (int(value_of(node).shape[dim]) for dim in (1, 3))
@@ -279,7 +279,8 @@ def _lower_graph(
             raise LoweringRefusedError(str(decision))
         elif call.needs_cpu_gradients:
             raise LoweringRefusedError(
-                f"cannot be {decision}\nand FlexAttention has no gradients on a CPU, so nothing can run it; compute them on a GPU, or "
+                f"cannot be {decision}\nand FlexAttention has no gradients on a CPU, so nothing can "
+                "run it; compute them on a GPU, or "
                 "change what is refused"
             )
         lowered.append(LoweredCall(decision, node, mask))

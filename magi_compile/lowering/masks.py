@@ -1,8 +1,8 @@
 """The way of a mask of a FlexAttention call, and why: by intervals or by bit blocks.
 
-A mask has intervals, from which slices follow (`magi::mask_slices`), or it has none, and its mask_mod is evaluated for all
-queries and keys (`magi::mask_bits`). Some masks have intervals for data in some order alone: on a CPU these decide in each run, on
-a GPU in the call that is compiled.
+A mask has intervals, from which slices follow (`magi::mask_slices`), or it has none, and its mask_mod is evaluated for
+all queries and keys (`magi::mask_bits`). Some masks have intervals for data in some order alone: on a CPU these decide
+in each run, on a GPU in the call that is compiled.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def period_reasons(mask: MaskOfCall) -> list[str]:
     if period is None or not repeats_too_often(period, seqlen_k or MAX_SEQLEN):
         return []
     return [
-        f"a row sees up to {count} key intervals, one in each period of {period} keys; with periods of fewer than {MIN_PERIOD} "
+        f"a row sees up to {count} key intervals, one in each period of {period} keys; with "
+        f"periods of fewer than {MIN_PERIOD} "
         "keys FlexAttention is faster"
     ]
 
@@ -208,8 +209,10 @@ def reasons_for_bits(mask: MaskOfCall) -> tuple[str, ...]:
     call, program = mask.call, mask.program
     if _compat.PERMUTED_TOKENS in map(_compat.source_name, call.mask_tables):
         return (
-            "the mask is of tokens that a load balancer of PyTorch's context parallelism has permuted; spread them with "
-            "magi_compile.dtensor.context_parallel, or pass the balancer to magi_compile.dtensor.plan(..., permutation=...)",
+            "the mask is of tokens that a load balancer of PyTorch's context parallelism has "
+            "permuted; spread them with "
+            "magi_compile.dtensor.context_parallel, or pass the balancer to "
+            "magi_compile.dtensor.plan(..., permutation=...)",
         )
     if program.refusals:
         return program.refusals
@@ -279,7 +282,8 @@ class Way:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For readers: which way it takes, if not that of intervals alone, and why; and whether heads have masks of their own."""
+        """For readers: which way it takes, if not that of intervals alone, and why;
+        and whether heads have masks of their own."""
         found = [f"by bit blocks: {reason}" for reason in self.reasons]
         if self.decides:
             found.append("by intervals, or by bit blocks where the data is out of order")
@@ -289,7 +293,8 @@ class Way:
 
 
 def _data_reasons(mask: MaskOfCall, options: LoweringOptions) -> tuple[str, ...]:
-    """Reasons for bit blocks where a mask has intervals only for data in some order, whatever the data of later runs."""
+    """Reasons for bit blocks where a mask has intervals only for data in some order,
+    whatever the data of later runs."""
     call, program, sizes = mask.call, mask.program, mask.sizes(mask.heads)
     if options.bits and program.is_verifiable:
         return ("options={'magi.bits': True} asks for them",)

@@ -16,20 +16,20 @@ class LoweringOptions:
     """Options of `backend="magi"` (as `options={"magi.strict": True}`) and of `enable()` (as keywords).
 
     Attributes:
-        strict: raise an error where an attention cannot be lowered or runs eagerly inside a compiled function, instead of leaving it
-            on FlexAttention.
+        strict: raise an error where an attention cannot be lowered or runs eagerly inside a compiled function, instead
+            of leaving it on FlexAttention.
         kernel: the only kernel to use ("cuda", "fa4", "triton", "cpu", "reference"); None chooses by device
             and problem.
-        slice_capacity: the most slices of a mask that is derived in a graph, per batch entry, and per head where heads have masks of
-            their own. None stands for one slice for every 16 query rows and every interval of the mask, and at least 256. A mask that
-            needs more has
-            bit blocks on a CPU. On a GPU it has them if the data of the call that is compiled need more; where later data do, it
-            raises `MaskDataError`.
-        bits: evaluate masks that have intervals for data in some order alone by bit blocks, whatever their data. Otherwise the data
-            decide, on a CPU in every run and on a GPU in the call that is compiled; there `MaskDataError` is raised where the data of a
-            later call are in another order.
-        verify: compare the slices with the mask_mod, at a few thousand points, in every run. Otherwise only the first run of a mask in a
-            process is compared.
+        slice_capacity: the most slices of a mask that is derived in a graph, per batch entry, and per head where heads
+            have masks of their own. None stands for one slice for every 16 query rows and every interval of the mask,
+            and at least 256. A mask that needs more has
+            bit blocks on a CPU. On a GPU it has them if the data of the call that is compiled need more; where later
+            data do, it raises `MaskDataError`.
+        bits: evaluate masks that have intervals for data in some order alone by bit blocks, whatever their data.
+            Otherwise the data decide, on a CPU in every run and on a GPU in the call that is compiled; there
+            `MaskDataError` is raised where the data of a later call are in another order.
+        verify: compare the slices with the mask_mod, at a few thousand points, in every run. Otherwise only the first
+            run of a mask in a process is compared.
     """
 
     strict: bool = False
@@ -114,7 +114,8 @@ def split_options(options: dict[str, Any] | None) -> tuple[LoweringOptions, dict
             rest[key] = value
         else:
             raise ValueError(
-                f"`options` has no entry {key!r};{_meant(key, known)} the entries of this backend are {', '.join(sorted(known))}"
+                f"`options` has no entry {key!r};{_meant(key, known)} the entries of this backend are "
+                f"{', '.join(sorted(known))}"
             )
     return LoweringOptions(**ours), rest
 

@@ -3,10 +3,10 @@
     compiled(q, k, v, block lists, tables)   ->   slices, plan = kept, or derived from block lists and tables
                                                   compiled(q, k, v, block lists, tables, slices, plan)
 
-A BlockMask that a graph is given has lists that somebody made before. Whoever writes to its tensors through PyTorch moves their
-version; whoever makes a new BlockMask has new tensors. So as long as these are the same objects with the same versions, slices
-and plan are as well, for every layer and every graph. They are inputs of the compiled graph, which never writes to them, and
-which CUDA graphs copy like any other input.
+A BlockMask that a graph is given has lists that somebody made before. Whoever writes to its tensors through PyTorch
+moves their version; whoever makes a new BlockMask has new tensors. So as long as these are the same objects with the
+same versions, slices and plan are as well, for every layer and every graph. They are inputs of the compiled graph,
+which never writes to them, and which CUDA graphs copy like any other input.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
     """Takes the masks that come from outside out of a lowered graph, which gets an input for each of their tensors.
 
     Args:
-        root: a graph of Dynamo, lowered. It stays as it is where there is such a mask, since Dynamo has more to read in it.
+        root: a graph of Dynamo, lowered. It stays as it is where there is such a mask, since Dynamo has more to read in
+            it.
         example_inputs: what Dynamo gave for its inputs.
 
     Returns:

@@ -1,8 +1,8 @@
 """The regions of compiled code whose FlexAttention we lower: PyTorch's FlexAttention asks here.
 
-While Dynamo traces for us, FlexAttention takes CPU tensors that need gradients, which the lowering makes good; for everybody
-else it refuses them, as it does without us. And where attention of a compiled function runs eagerly, with the whole score
-matrix, that is said, since no graph and so no report has it.
+While Dynamo traces for us, FlexAttention takes CPU tensors that need gradients, which the lowering makes good; for
+everybody else it refuses them, as it does without us. And where attention of a compiled function runs eagerly, with the
+whole score matrix, that is said, since no graph and so no report has it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def notice_eager_attention() -> None:
     """Tells of attention that runs eagerly inside of a compiled function: the first time for a place as a warning.
 
     Noticed is FlexAttention at which a graph breaks (a mask_mod that prints or branches on data), which is called from
-    code that is excluded from compilation (`torch.compiler.disable`), or for which Dynamo has given up (the recompile limit).
-    Not noticed is attention that another torch.compile inside of the compiled function takes, or that runs while
-    compilation is off (`TORCHDYNAMO_DISABLE`, `set_stance("force_eager")`), and attention that is not FlexAttention.
+    code that is excluded from compilation (`torch.compiler.disable`), or for which Dynamo has given up (the recompile
+    limit). Not noticed is attention that another torch.compile inside of the compiled function takes, or that runs
+    while compilation is off (`TORCHDYNAMO_DISABLE`, `set_stance("force_eager")`), and attention that is not
+    FlexAttention.
 
     Raises:
         LoweringRefusedError: the compiled function is `strict`.
@@ -70,12 +71,15 @@ def notice_eager_attention() -> None:
     own = notice_eager_attention.__name__  # Dynamo does not trace it, and says so
     breaks = [reason for reason in _compat.graph_breaks() if own not in reason][:MAX_BREAKS]
     message = (
-        f"FlexAttention at {_caller()} runs eagerly and computes the whole score matrix, although the function around it is compiled: "
+        f"FlexAttention at {_caller()} runs eagerly and computes the whole score matrix, although "
+        "the function around it is compiled: "
         "the graph breaks there, in the mask_mod or the score_mod, or the code is excluded from compilation, Dynamo "
-        "reached its recompile limit, or it leaves the function uncompiled, as under a dispatch mode (FlopCounterMode) and, until "
+        "reached its recompile limit, or it leaves the function uncompiled, as under a dispatch "
+        "mode (FlopCounterMode) and, until "
         "torch.compiler.reset(), after an error in an earlier call. "
         + (f"Graph breaks so far: {'; '.join(breaks)}. " if breaks else "")
-        + "A mask_mod must not print or branch on data. torch.compile with `fullgraph=True` raises where a graph breaks; "
+        + "A mask_mod must not print or branch on data. torch.compile with `fullgraph=True` raises "
+        "where a graph breaks; "
         "TORCH_LOGS=graph_breaks,recompiles lists all places and reasons"
     )
     if options.strict:

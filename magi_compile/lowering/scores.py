@@ -64,8 +64,8 @@ class Scores:
         return ScoreNeeds(program, dtypes, ranks, self.wants_table_gradients)
 
     def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:
-        """The tensors and the ints of the program: captured, or computed of nothing else in front of the call, where autograd sees
-        it."""
+        """The tensors and the ints of the program: captured, or computed of nothing else in front of the call, where
+        autograd sees it."""
         assert self.read is not None
         placeholders = call.score_mod.graph.find_nodes(op="placeholder")[len(ARGUMENTS) :]
         known: dict[Node, Any] = dict(zip(placeholders, call.score_buffers, strict=True))

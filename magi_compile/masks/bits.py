@@ -1,8 +1,8 @@
 """Bit blocks: what slices cannot say, as a bit for each query and key of 128 by 128.
 
-A list of slices may carry `bits`, int32 `[num_blocks, BLOCK, WORDS]`: bit j of word w of row i is the pair of the i-th query and
-the key `32 * w + j` of a block. A slice whose type is `FIRST_BITS + n` shows what is set in block n, which begins at the first
-query and the first key of the slice.
+A list of slices may carry `bits`, int32 `[num_blocks, BLOCK, WORDS]`: bit j of word w of row i is the pair of the i-th
+query and the key `32 * w + j` of a block. A slice whose type is `FIRST_BITS + n` shows what is set in block n, which
+begins at the first query and the first key of the slice.
 """
 
 from __future__ import annotations

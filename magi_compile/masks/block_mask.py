@@ -51,10 +51,12 @@ def create_block_mask(
 
     The same BlockMask, list by list: FlexAttention takes it as it is. Only the block lists themselves grow with the
     square of the length, one entry for each block. Inside torch.compile it is PyTorch's own function, whose lists
-    the lowering does not need and does not compute: the place for a mask that is another one in every step. Waits for the device if that is a GPU.
+    the lowering does not need and does not compute: the place for a mask that is another one in every step. Waits for
+    the device if that is a GPU.
 
     Args:
-        mask_mod: what may attend to what. Where intervals cannot express it, it is evaluated for all pairs, some blocks at a time.
+        mask_mod: what may attend to what. Where intervals cannot express it, it is evaluated for all pairs, some blocks
+            at a time.
         B: number of batch entries; None for one that serves any number.
         H: number of heads; None for one that serves any number.
         Q_LEN: rows of a batch entry.
@@ -67,7 +69,8 @@ def create_block_mask(
 
     Raises:
         TypeError: `mask_mod` is not a function, or returns no tensor; `device` is none.
-        UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, or is random.
+        UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, or is
+            random.
         ValueError: a size is not a number above 0, or the mask_mod looks up what a captured tensor does not have.
     """
     from torch.nn.attention import flex_attention as flex
@@ -109,8 +112,8 @@ def create_block_mask(
 def _visible_blocks(
     mask_mod: MaskMod, grid: Grid, rows: int, keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """In which blocks some pair is visible, and in which all are: `[batch, 1 or nheads, q blocks, kv blocks]`; by intervals, or where
-    there are none, by the mask_mod itself."""
+    """In which blocks some pair is visible, and in which all are: `[batch, 1 or nheads, q blocks, kv blocks]`; by
+    intervals, or where there are none, by the mask_mod itself."""
     sizes = {"batch": grid.batch, "seqlen_q": grid.seqlen_q, "seqlen_k": grid.seqlen_k}
     reasons: Sequence[str] = ()
     try:
@@ -132,7 +135,8 @@ def _visible_blocks(
 
 @contextlib.contextmanager
 def _evaluating(reasons: Sequence[str]) -> Iterator[None]:
-    """For code that evaluates a mask_mod. Where PyTorch cannot, the error has the `reasons` why reading it did not do."""
+    """For code that evaluates a mask_mod. Where PyTorch cannot,
+    the error has the `reasons` why reading it did not do."""
     try:
         with scalar_indexing():
             yield
@@ -208,8 +212,8 @@ class Converted(NamedTuple):
 
     Attributes:
         slices: what it shows.
-        watched: the captured tensors that they were read from: as long as these stay as they are, so do the slices; None where
-            nobody knows which those are.
+        watched: the captured tensors that they were read from: as long as these stay as they are, so do the slices;
+            None where nobody knows which those are.
         is_by_head: whether the slices are those of heads, each of which is a batch entry of its own.
         is_of_entry: whether the mask depends on the batch entry.
     """
@@ -305,7 +309,8 @@ def convert_mask_mod(
         device: of b, h, q and kv, as the mask_mod sees them.
 
     Returns:
-        The slices, in normal form, where the captured tensors are; on the CPU where the mask_mod only compares b, q and kv.
+        The slices, in normal form, where the captured tensors are; on the CPU where the mask_mod only compares b, q and
+        kv.
 
     Raises:
         UnsupportedMaskError: intervals cannot express the mask.

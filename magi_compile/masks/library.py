@@ -1,8 +1,8 @@
 """The named masks: each as a mask_mod for FlexAttention and as slices, over documents packed one after the other.
 
-Every function takes the document lengths first, so that one loop over `MASKS` makes them all but `tree`, which needs more; masks that
-do not know documents use their sum. Numbers are ints, and lengths at least 1; others are a TypeError or a ValueError. The slices come
-straight from the definitions, not from the mask_mods.
+Every function takes the document lengths first, so that one loop over `MASKS` makes them all but `tree`, which needs
+more; masks that do not know documents use their sum. Numbers are ints, and lengths at least 1; others are a TypeError
+or a ValueError. The slices come straight from the definitions, not from the mask_mods.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _ints(name: str, given: Sequence[int]) -> list[int]:
 
 
 def _size(name: str, given: int, least: int, total: int) -> int:
-    """A number of tokens; more than there are mean what `total` of them mean, and would not fit the dtype of an index."""
+    """A number of tokens; more than there are mean what `total` of them mean,
+    and would not fit the dtype of an index."""
     if not is_int(given):
         raise TypeError(f"`{name}` must be an int, got {given!r}")
     if given < least:
@@ -271,8 +272,8 @@ def block_causal_document(
 def block_diffusion(
     lengths: Sequence[int], *, block: int = 32, device: torch.device | str = "cpu"
 ) -> NamedMask:
-    """Documents are a noisy copy, then the clean one, in blocks: a noisy block sees itself and the clean blocks before it, a
-    clean one itself and those before it, as in block diffusion language models (arXiv 2503.09573)."""
+    """Documents are a noisy copy, then the clean one, in blocks: a noisy block sees itself and the clean blocks before
+    it, a clean one itself and those before it, as in block diffusion language models (arXiv 2503.09573)."""
     docs = _documents(lengths, device)
     block = _size("block", block, 1, docs.total)
     ids, starts = docs.ids, docs.starts
@@ -307,8 +308,9 @@ def sliding_tiles(
     height: int = 6,
     device: torch.device | str = "cpu",
 ) -> NamedMask:
-    """Documents are videos in tiles of `tile` tokens, `width` to a line and `height` lines to a frame of tiles: a tile sees those at most
-    one away in each direction, three by three by three, as in sliding tile attention (arXiv 2502.04507)."""
+    """Documents are videos in tiles of `tile` tokens, `width` to a line and `height` lines to a frame of tiles: a tile
+    sees those at most one away in each direction, three by three by three, as in sliding tile attention (arXiv
+    2502.04507)."""
     docs = _documents(lengths, device)
     sizes = {"tile": tile, "width": width, "height": height}
     tile, width, height = (_size(name, x, 1, docs.total) for name, x in sizes.items())
@@ -343,15 +345,17 @@ def sliding_tiles(
 def tree(
     lengths: Sequence[int], parents: Sequence[int], *, device: torch.device | str = "cpu"
 ) -> NamedMask:
-    """Documents are the nodes of trees: every token sees the documents above its own, and in its own itself and the tokens before it.
+    """Documents are the nodes of trees: every token sees the documents above its own,
+    and in its own itself and the tokens before it.
 
-    Shared prefixes of a group of answers, turns that branch, or drafts of speculative decoding. However deep the trees are, at
-    most two slices of each node say it, and the cost is that of the pairs that see each other. `mask_mod` needs one table entry a token.
+    Shared prefixes of a group of answers, turns that branch, or drafts of speculative decoding. However deep the trees
+    are, at most two slices of each node say it, and the cost is that of the pairs that see each other. `mask_mod` needs
+    one table entry a token.
 
     Args:
         lengths: tokens of each node, at least 1, in the order of the sequence.
-        parents: the node above each node, -1 for a root. Depth first: the parent of a node is the node in front of it or one above
-            that.
+        parents: the node above each node, -1 for a root. Depth first: the parent of a node is the node in front of it
+            or one above that.
         device: of the table and the slices.
 
     Returns:
@@ -373,7 +377,8 @@ def tree(
             ends[path.pop()] = begin
         if parent != -1 and not path:
             raise ValueError(
-                f"`parents` must be depth first, with the node in front of node {node} or one above that as its parent, or -1, "
+                f"`parents` must be depth first, with the node in front of node {node} or one above "
+                "that as its parent, or -1, "
                 f"got {parent}"
             )
         path.append(node)

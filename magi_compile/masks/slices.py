@@ -60,9 +60,9 @@ class AttnSlice(NamedTuple):
 class AttnSlices:
     """A list of slices over `seqlen_q` query rows and `seqlen_k` keys; their areas never overlap.
 
-    The constructor checks shapes and, by `validate`, values: on a GPU it waits for the device. Where values cannot be looked at
-    (inside torch.compile, of fake tensors, while a CUDA graph is captured) it leaves them to `flex_flash_attention`, which then
-    checks them on the device in each call, without a wait.
+    The constructor checks shapes and, by `validate`, values: on a GPU it waits for the device. Where values cannot be
+    looked at (inside torch.compile, of fake tensors, while a CUDA graph is captured) it leaves them to
+    `flex_flash_attention`, which then checks them on the device in each call, without a wait.
 
     Attributes:
         q_ranges: int32 `[num_slices, 2]`, half-open row ranges.
@@ -72,12 +72,12 @@ class AttnSlices:
         seqlen_k: number of keys.
         is_checked: whether the values were right when these slices were made.
         versions: how often each of the three tensors had been written to then; None inside torch.compile.
-        bits: the blocks of slices whose type is above those of `MaskType`, see `masks/bits.py`; None where there are none, as
-            in all lists that a user makes.
+        bits: the blocks of slices whose type is above those of `MaskType`, see `masks/bits.py`; None where there are
+            none, as in all lists that a user makes.
 
-    Slices may be written to. What PyTorch counts as a write, eager code checks in the next call, on a GPU with a wait. Other writes
-    (`.data`, tensors of `torch.inference_mode`), and those in front of a compiled function, are seen on CPUs alone, and there only
-    beyond the bounds.
+    Slices may be written to. What PyTorch counts as a write, eager code checks in the next call, on a GPU with a wait.
+    Other writes (`.data`, tensors of `torch.inference_mode`), and those in front of a compiled function, are seen on
+    CPUs alone, and there only beyond the bounds.
 
     A slice with an empty range sees nothing; lists of a fixed capacity are padded with such slices.
     """
@@ -325,7 +325,8 @@ class AttnSlices:
         """The slices as trimmed, straight rects on the CPU, where they are cut, merged and counted."""
         if self.bits is not None:
             raise ValueError(
-                f"slices must have no bit blocks where they are cut, merged or compared, got {len(self.bits)}; `to_dense` and `area` "
+                "slices must have no bit blocks where they are cut, merged or compared, got "
+                f"{len(self.bits)}; `to_dense` and `area` "
                 "take them"
             )
         self.check_writes()
@@ -381,8 +382,9 @@ class AttnSlices:
             )
 
     def check_writes(self) -> None:
-        """Checks the values again if somebody has written to them since they were checked, in a way that PyTorch counts: not through
-        `.data`, nor to tensors of `torch.inference_mode`. Waits for the device if so, and the slices are on a GPU.
+        """Checks the values again if somebody has written to them since they were checked, in a way that PyTorch
+        counts: not through `.data`, nor to tensors of `torch.inference_mode`. Waits for the device if so, and the
+        slices are on a GPU.
 
         Raises:
             ValueError: as `validate`.

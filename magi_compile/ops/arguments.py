@@ -16,8 +16,8 @@ class Numbering(NamedTuple):
         nheads: of queries.
         seqlen_q: rows of a batch entry.
         seqlen_k: keys of a batch entry.
-        by_head: whether each head is a batch entry of its own: packed rows have one head, and row r is of `r // seqlen_q`, which is
-            `b * nheads + h`.
+        by_head: whether each head is a batch entry of its own: packed rows have one head, and row r is of
+            `r // seqlen_q`, which is `b * nheads + h`.
     """
 
     batch: int

@@ -60,8 +60,9 @@ class AttnOutput(NamedTuple):
         out: `[total_q, nheads_q, head_dim_v]`, the dtype of q; rows that see nothing are 0.
         lse: `[nheads_q, total_q]`, fp32, natural logarithm of the sum of exponentiated scores; -inf for rows that
             see nothing. Differentiable.
-        max_scores: `[nheads_q, total_q]`, fp32, the largest score of each row, as the softmax takes it: times `softmax_scale`, and capped;
-            -inf for rows that see nothing. No sink is among the scores. Not differentiable. None where they were not asked for.
+        max_scores: `[nheads_q, total_q]`, fp32, the largest score of each row, as the softmax takes it: times
+            `softmax_scale`, and capped; -inf for rows that see nothing. No sink is among the scores. Not
+            differentiable. None where they were not asked for.
     """
 
     out: Tensor
@@ -87,15 +88,16 @@ def flex_flash_attention(
     the matrix; q head h reads kv head `h // (nheads_q // nheads_kv)`.
 
     Args:
-        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16; under autocast it is cast to its dtype, like k and v. q, k and v may be DTensors, with heads sharded on any mesh dimensions, and
-            keys and values sharded alike or replicated. Results are then DTensors too.
+        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16; under autocast it is cast to its dtype, like k and v. q,
+            k and v may be DTensors, with heads sharded on any mesh dimensions, and keys and values sharded alike or
+            replicated. Results are then DTensors too.
         k: `[total_k, nheads_kv, head_dim]`, the dtype and device of q; nheads_kv divides nheads_q.
         v: `[total_k, nheads_kv, head_dim_v]`.
         slices: what each row sees, on the device of q; see `AttnSlices`.
         softmax_scale: factor of the scores; None stands for `head_dim ** -0.5`.
         softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
-        sinks: `[nheads_q]`, one more score of each head in every softmax, with a value of 0; any floating-point dtype, on the device of
-            q, differentiable. A DTensor where q is one. None for none.
+        sinks: `[nheads_q]`, one more score of each head in every softmax, with a value of 0; any floating-point dtype,
+            on the device of q, differentiable. A DTensor where q is one. None for none.
         kernel: the only kernel to use ("cuda", "fa4", "triton", "cpu", "reference"); None chooses.
         return_max_scores: whether to return the largest score of each row as well, as QK-clip needs them.
 
@@ -129,7 +131,8 @@ def flex_flash_attention(
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)
         out, *rows = flex_flash_attention(*shards[:3], slices, **given)
-        return AttnOutput(wrapped(out, shards), *(wrapped_rows(x, shards, PACKED) for x in rows))  # type: ignore[arg-type]
+        of_heads = [wrapped_rows(x, shards, PACKED) for x in rows]
+        return AttnOutput(wrapped(out, shards), *of_heads)  # type: ignore[arg-type]
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
@@ -280,25 +283,27 @@ def flex_attention(
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention` on the kernels of this package, for eager code, on any device.
 
-    Signature and results are PyTorch's. Inside torch.compile it is PyTorch's own operator, which the lowering replaces. The slices of a
-    BlockMask are kept as long as it lives, and derived again when anything that it is made of changes: its mask_mod, its block lists, a
-    variable, an attribute or an item that the mask_mod reads, or the values of a tensor. Only writes that PyTorch does not count go
-    unseen: through `.data`, and to the memory of `torch.from_numpy`.
+    Signature and results are PyTorch's. Inside torch.compile it is PyTorch's own operator, which the lowering replaces.
+    The slices of a BlockMask are kept as long as it lives, and derived again when anything that it is made of changes:
+    its mask_mod, its block lists, a variable, an attribute or an item that the mask_mod reads, or the values of a
+    tensor. Only writes that PyTorch does not count go unseen: through `.data`, and to the memory of `torch.from_numpy`.
 
     Args:
-        query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries sharded on any mesh
-            dimensions, heads of key and value also replicated. Results are then DTensors too.
+        query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries
+            sharded on any mesh dimensions, heads of key and value also replicated. Results are then DTensors too.
         key: `[B, Hkv, S, E]`; with a block_mask of B entries also one entry for all, like value.
         value: `[B, Hkv, S, Ev]`.
-        score_mod: None, or any pointwise function of a score and its place; tensors that it captures may need gradients. More than a
-            scale and a soft-cap runs on the CUDA kernels, on Triton's where these have no code for it, and on CPUs.
+        score_mod: None, or any pointwise function of a score and its place; tensors that it captures may need
+            gradients. More than a scale and a soft-cap runs on the CUDA kernels, on Triton's where these have no code
+            for it, and on CPUs.
         block_mask: which keys a query sees; None for all.
         scale: factor of the scores; None stands for `E ** -0.5`.
         enable_gqa: allows Hkv to be a divisor of Hq.
         return_lse: whether to return the log-sum-exp of the scores as well.
         kernel_options: PyTorch's tuning options; ignored.
-        return_aux: `AuxRequest(lse=True, max_scores=True)` returns an `AuxOutput` as well. max_scores `[B, Hq, L]`, fp32, are the largest
-            scores of the rows, as the softmax takes them (behind scale and score_mod), -inf where nothing is visible; they have no gradients.
+        return_aux: `AuxRequest(lse=True, max_scores=True)` returns an `AuxOutput` as well. max_scores `[B, Hq, L]`,
+            fp32, are the largest scores of the rows, as the softmax takes them (behind scale and score_mod), -inf where
+            nothing is visible; they have no gradients.
 
     Returns:
         out `[B, Hq, L, Ev]`; with return_lse `(out, lse [B, Hq, L])`; with return_aux `(out, AuxOutput)`.
@@ -306,7 +311,8 @@ def flex_attention(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: shapes, dtypes or devices do not fit together.
-        NotImplementedError: the score_mod cannot be lowered, or no kernel runs the problem; the message lists the reasons.
+        NotImplementedError: the score_mod cannot be lowered, or no kernel runs the problem; the message lists the
+            reasons.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -344,8 +350,10 @@ def flex_attention(
     check_options("scale", scale)
     if query.is_meta or _compat.is_traced(query):
         raise NotImplementedError(
-            f"`query` must have values, because eager code looks at those of the mask, got {type(query).__name__} on {query.device}; trace "
-            "it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices made outside of the trace"
+            "`query` must have values, because eager code looks at those of the mask, got "
+            f"{type(query).__name__} on {query.device}; trace "
+            "it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices made "
+            "outside of the trace"
         )
     return_max_scores = asks_for_max_scores(return_lse, return_aux)
     score, program = _read_score_mod(score_mod, query.device)

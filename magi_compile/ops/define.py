@@ -35,10 +35,12 @@ def define_differentiable(
     register_rules: Callable[[], None],
     tables_of: Callable[..., Sequence[Tensor]] | None = None,
 ) -> None:
-    """Registers the op `schema`: calls `differentiable` if q, k, v or a captured tensor needs a gradient, else the op `values`.
+    """Registers the op `schema`: calls `differentiable` if q, k, v or a captured tensor needs a gradient,
+    else the op `values`.
 
-    `differentiable` takes the arguments behind q, k and v first, as a tuple, and then these and the captured tensors, which `tables_of`
-    finds among the arguments behind v. `register_rules` registers how DTensors q, k and v are sharded."""
+    `differentiable` takes the arguments behind q, k and v first, as a tuple, and then these and the captured tensors,
+    which `tables_of` finds among the arguments behind v. `register_rules` registers how DTensors q, k and v are
+    sharded."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         tables = [] if tables_of is None else tables_of(*rest)

@@ -1,9 +1,10 @@
-"""DTensors as q, k and v: placements are checked, each rank attends with its local tensors, and what comes out is wrapped.
+"""DTensors as q, k and v: placements are checked, each rank attends with its local tensors,
+and what comes out is wrapped.
 
-Attention is the same for every head and every entry of a batch, so these may be sharded, on any dimensions of a mesh, and nothing is
-communicated. The tokens of a sequence see each other: they are spread by a plan of context parallelism alone, whose ranks are
-one dimension of the mesh. Keys and values may be replicated where heads of queries are sharded: each rank takes the heads that its
-queries read, and its gradients of keys and values are summands, `Partial()`.
+Attention is the same for every head and every entry of a batch, so these may be sharded, on any dimensions of a mesh,
+and nothing is communicated. The tokens of a sequence see each other: they are spread by a plan of context parallelism
+alone, whose ranks are one dimension of the mesh. Keys and values may be replicated where heads of queries are sharded:
+each rank takes the heads that its queries read, and its gradients of keys and values are summands, `Partial()`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def shards_of(
     for name, x in tensors.items():
         if not isinstance(x, DTensor):
             raise TypeError(
-                f"`{name}` must be a DTensor, as others of {', '.join(tensors)} are, got {type(x).__name__}; wrap it with "
+                f"`{name}` must be a DTensor, as others of {', '.join(tensors)} are, got "
+                f"{type(x).__name__}; wrap it with "
                 "DTensor.from_local or distribute_tensor"
             )
     mesh = q.device_mesh
@@ -174,7 +176,8 @@ def _check_query(
     if _is_over(x.device_mesh, dim, tokens_over):
         if not _is_shard(placement, layout.tokens):
             raise ValueError(
-                f"`{name}` must be Shard({layout.tokens}), tokens in the order of the plan, on {_of_mesh(x, dim)}, the dimension of the "
+                f"`{name}` must be Shard({layout.tokens}), tokens in the order of the plan, on "
+                f"{_of_mesh(x, dim)}, the dimension of the "
                 f"plan, got {_said(placement)}; wrap the result of SequencePlan.shard with DTensor.from_local"
             )
         return
@@ -188,7 +191,8 @@ def _check_query(
         )
         raise ValueError(
             f"`{name}` must have all tokens on every rank {where}, got {_said(placement)} on {_of_mesh(x, dim)}; "
-            f"{_redistribute(name, x, dim)}, or shard tokens by a plan: magi_compile.dtensor.context_parallel or SequencePlan.attention"
+            f"{_redistribute(name, x, dim)}, or shard tokens by a plan: "
+            "magi_compile.dtensor.context_parallel or SequencePlan.attention"
         )
     if _is_shard(placement, layout.heads):
         _check_divides(name, x, layout.heads, "heads")
@@ -197,7 +201,8 @@ def _check_query(
     elif not placement.is_replicate():
         entries = "" if layout.entries is None else f", Shard({layout.entries}), entries,"
         raise ValueError(
-            f"`{name}` must be Replicate(){entries} or Shard({layout.heads}), heads, on {_of_mesh(x, dim)}, got {_said(placement)}; "
+            f"`{name}` must be Replicate(){entries} or Shard({layout.heads}), heads, on "
+            f"{_of_mesh(x, dim)}, got {_said(placement)}; "
             f"{_redistribute(name, x, dim)}"
         )
 
@@ -211,7 +216,8 @@ def _check_keys(tensors: Mapping[str, Any], layout: Layout, dim: int) -> None:
         placement = x.placements[dim]
         if placement != k.placements[dim]:
             raise ValueError(
-                f"`{name}` must have the placement of `{k_name}` on {_of_mesh(x, dim)}, {_said(k.placements[dim])}, got {_said(placement)}; "
+                f"`{name}` must have the placement of `{k_name}` on {_of_mesh(x, dim)}, "
+                f"{_said(k.placements[dim])}, got {_said(placement)}; "
                 f"{_redistribute(name, x, dim, k.placements[dim])}"
             )
         if placement == wanted:
@@ -220,13 +226,15 @@ def _check_keys(tensors: Mapping[str, Any], layout: Layout, dim: int) -> None:
         elif not (placement.is_replicate() and _is_shard(wanted, layout.heads)):
             also = " or Replicate()" if _is_shard(wanted, layout.heads) else ""
             raise ValueError(
-                f"`{name}` must be {_said(wanted)}, as `{q_name}` is,{also} on {_of_mesh(x, dim)}, got {_said(placement)}; "
+                f"`{name}` must be {_said(wanted)}, as `{q_name}` is,{also} on {_of_mesh(x, dim)}, got "
+                f"{_said(placement)}; "
                 f"{_redistribute(name, x, dim, wanted)}"
             )
         # Heads are cut by the dimensions of the mesh from the left: keys by the first ones of those that cut queries.
         elif any(_is_shard(p, layout.heads) for p in x.placements[dim + 1 :]):
             raise ValueError(
-                f"`{name}` must be Shard({layout.heads}), heads, on {_of_mesh(x, dim)} too, since it is that on a later "
+                f"`{name}` must be Shard({layout.heads}), heads, on {_of_mesh(x, dim)} too, since it "
+                "is that on a later "
                 f"dimension, got {_said(placement)}; {_redistribute(name, x, dim, wanted)}"
             )
 
@@ -239,7 +247,8 @@ def _check_divides(name: str, x: Any, dim: int, what: str) -> None:
     if x.shape[dim] % ranks:
         placements = ["Replicate()" if _is_shard(p, dim) else _said(p) for p in x.placements]
         raise ValueError(
-            f"`{name}` must have a multiple of {ranks} {what}, as many as ranks share them, got {shown(x.shape[dim])}; redistribute it, "
+            f"`{name}` must have a multiple of {ranks} {what}, as many as ranks share them, got "
+            f"{shown(x.shape[dim])}; redistribute it, "
             f"{name}.redistribute(placements=[{', '.join(placements)}])"
         )
 
@@ -280,8 +289,9 @@ def _share(x: Any, dim: int) -> tuple[int, int] | None:
 def _heads_that_are_read(
     x: Tensor, dim: int, q_heads: tuple[int, int], group: int, first_here: int
 ) -> Tensor:
-    """The heads of keys or values for the heads `q_heads` of queries, where `group` in a row read one and `x` begins with head
-    `first_here`: itself, or fewer, or, where groups are cut, one for each part of a group, some of them twice."""
+    """The heads of keys or values for the heads `q_heads` of queries, where `group` in a row read one and `x` begins
+    with head `first_here`: itself, or fewer, or, where groups are cut, one for each part of a group, some of them
+    twice."""
     first, number = q_heads
     step = math.gcd(number, group)  # so many heads in a row read one, on every rank
     wanted = [head // group - first_here for head in range(first, first + number, step)]

@@ -1,4 +1,5 @@
-"""Packed rows and entries of a batch, and which order in memory an output has: that of q, as PyTorch's FlexAttention promises."""
+"""Packed rows and entries of a batch, and which order in memory an output has: that of q,
+as PyTorch's FlexAttention promises."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def by_entries(packed: Tensor, batch: Any, seqlen: Any, nheads: int) -> Tensor:
-    """`[batch, nheads, seqlen, head_dim]`, a view of `[batch * seqlen, nheads, head_dim]`, whichever of rows and heads come first in
-    memory, or of `[batch * nheads * seqlen, 1, head_dim]`."""
+    """`[batch, nheads, seqlen, head_dim]`, a view of `[batch * seqlen, nheads, head_dim]`, whichever of rows and heads
+    come first in memory, or of `[batch * nheads * seqlen, 1, head_dim]`."""
     _, heads, head_dim = packed.shape
     if heads != nheads:
         return packed.view(batch, nheads, seqlen, head_dim)
@@ -44,8 +45,8 @@ def by_entries(packed: Tensor, batch: Any, seqlen: Any, nheads: int) -> Tensor:
 
 
 def packed(x: Tensor, *, by_head: bool) -> Tensor:
-    """The inverse of `by_entries`: `[batch, nheads, seqlen, head_dim]` as rows of all heads, or `by_head` as rows of one; what is packed
-    stays as it is."""
+    """The inverse of `by_entries`: `[batch, nheads, seqlen, head_dim]` as rows of all heads, or `by_head` as rows of
+    one; what is packed stays as it is."""
     if x.dim() == 3:
         return x
     if by_head:

@@ -1,12 +1,13 @@
 """The custom ops of attention: schemas, implementations, fakes, autograd. Functional, with fresh outputs.
 
-magi::plan        slices -> how the chosen kernel walks them, packed; nothing where that is found out in each call (`plans_in_graph`)
+magi::plan        slices -> how the chosen kernel walks them, packed; nothing where that is found out in each call
+                  (`plans_in_graph`)
 magi::attention   attention over slices -> (out, lse, max_scores), differentiable: becomes, where it is called,
 magi::ffa_fwd     its values
 magi::ffa_bwd     its gradients -> (dq, dk, dv, those of captured tensors)
 
-Every feature is an argument that has a default: bit blocks, a score program, largest scores, tensors by entries of the batch. A result
-that was not asked for has no elements.
+Every feature is an argument that has a default: bit blocks, a score program, largest scores, tensors by entries of the
+batch. A result that was not asked for has no elements.
 """
 
 from __future__ import annotations
@@ -110,8 +111,10 @@ def _plan(
 # Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
 define_repeatable(
     _lib,
-    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, ScalarType dtype, int nheads_q, "
-    "int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel, Tensor? bits=None, bool has_score=False) -> Tensor[]",
+    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt "
+    "total_k, ScalarType dtype, int nheads_q, "
+    "int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel, Tensor? "
+    "bits=None, bool has_score=False) -> Tensor[]",
     *(_plan, _plan),
 )
 
@@ -161,8 +164,8 @@ def plan_of_call(
 ) -> list[Tensor]:
     """The plan that a call of `magi::attention` takes along: forward and backward then walk the same one.
 
-    In a graph it is a value of the graph, and made again whenever that runs, like all of a CUDA graph. In eager code it is kept
-    until somebody writes to the slices; what is written to tensors of inference mode nobody counts.
+    In a graph it is a value of the graph, and made again whenever that runs, like all of a CUDA graph. In eager code it
+    is kept until somebody writes to the slices; what is written to tensors of inference mode nobody counts.
     """
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     if torch.compiler.is_compiling() or _compat.is_traced(q):
@@ -214,7 +217,8 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _Prepared:
     if options.slices:
         if len(options.slices) != 3:
             raise ValueError(
-                f"`slices` must be [q_ranges, k_ranges, mask_types], got {len(options.slices)} tensors; bit blocks are `bits`"
+                f"`slices` must be [q_ranges, k_ranges, mask_types], got {len(options.slices)} "
+                "tensors; bit blocks are `bits`"
             )
         q_ranges, k_ranges, mask_types = options.slices
         lists = (q_ranges, k_ranges, mask_types)
@@ -311,8 +315,8 @@ def _like(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _sums(options: BackwardOptions, q: Tensor) -> Tensor:
-    """Zeros for the gradients of those of the captured tensors that are wanted, one behind the other: fp32, on a CPU fp64 if one of
-    them is."""
+    """Zeros for the gradients of those of the captured tensors that are wanted, one behind the other: fp32, on a CPU
+    fp64 if one of them is."""
     some = [(options.tables or ())[number] for number in options.wanted or ()]
     is_wide = q.device.type == "cpu" and any(x.dtype == torch.float64 for x in some)
     dtype = torch.float64 if is_wide else torch.float32
@@ -380,7 +384,9 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_scores
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
+    ) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         of_call, slices, plan, bits, tables = ([next(saved) for _ in range(n)] for n in ctx.sizes)
         if dout is None and dlse is None:

@@ -22,8 +22,8 @@ class Repeatable(NamedTuple):
     """The launcher's description of an op.
 
     Attributes:
-        arguments: a letter for each argument: T tensor, O optional tensor, L list of tensors, M optional list of tensors, l list of
-            numbers, s str, n number, bool, dtype or device.
+        arguments: a letter for each argument: T tensor, O optional tensor, L list of tensors, M optional list of
+            tensors, l list of numbers, s str, n number, bool, dtype or device.
         results: L for a list of tensors, T for each tensor of a tuple.
         dispatch_key: whose calls it takes over.
     """

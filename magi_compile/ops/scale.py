@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 class Scaled(NamedTuple):
-    """`factor * q`, and a positive scale under which the scores are those of q: the gradient of q is `factor` times that of this one."""
+    """`factor * q`, and a positive scale under which the scores are those of q:
+    the gradient of q is `factor` times that of this one."""
 
     q: Tensor
     softmax_scale: float

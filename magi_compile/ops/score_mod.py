@@ -1,4 +1,5 @@
-"""The score_mods that every kernel runs: none, a scale, a soft-cap, and their compositions. Others are score programs (`score/`)."""
+"""The score_mods that every kernel runs: none, a scale, a soft-cap, and their compositions.
+Others are score programs (`score/`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sharding rules for the ops of attention when they are called on DTensors themselves: everything replicated, or heads.
 
-The public functions do not need this: they run on local tensors (`dtensors.py`). Here are the rules for code that knows the ops alone.
-Where inputs are placed in another way, DTensor redistributes them first, as for any op.
+The public functions do not need this: they run on local tensors (`dtensors.py`). Here are the rules for code that knows
+the ops alone. Where inputs are placed in another way, DTensor redistributes them first, as for any op.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def register_rules() -> None:
         return [replicated] * (number + (options.bits is not None))
 
     def may_divide(k: Any, numbering: Sequence[int]) -> bool:
-        # A score_mod tells heads apart, and tensors by entries say how many there are: a shard of them would have other numbers. Both
-        # have a numbering, and whether there is one is a part of the key by which DTensor keeps a rule.
+        # A score_mod tells heads apart, and tensors by entries say how many there are: a shard of them would have other
+        # numbers. Both have a numbering, and whether there is one is a part of the key by which DTensor keeps a rule.
         return not numbering and heads_divide(k)
 
     def checked(*arguments: Any) -> list[Any]:

@@ -36,14 +36,16 @@ def lse_with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def check_sinks(sinks: Any, name: str, q: Tensor, nheads_q: int) -> None:
-    """Raises TypeError or ValueError if `sinks` are not one score for each head of `q`, which the caller calls `name`."""
+    """Raises TypeError or ValueError if `sinks` are not one score for each head of `q`,
+    which the caller calls `name`."""
     if not isinstance(sinks, Tensor):
         raise TypeError(f"`sinks` must be a tensor or None, got {type(sinks).__name__}")
     if not sinks.is_floating_point():
         raise ValueError(f"`sinks` must be of a floating-point dtype, got {sinks.dtype}")
     if tuple(sinks.shape) != (nheads_q,):
         raise ValueError(
-            f"`sinks` must have one score for each head of `{name}`, [{shown(nheads_q)}], got shape {shown(sinks.shape)}"
+            f"`sinks` must have one score for each head of `{name}`, [{shown(nheads_q)}], got shape "
+            f"{shown(sinks.shape)}"
         )
     if sinks.device != q.device:
         raise ValueError(

@@ -27,7 +27,8 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
     check_qkv(q, k, v)
     if not isinstance(slices, AttnSlices):
         raise TypeError(
-            f"`slices` must be AttnSlices, got {type(slices).__name__}; make them with AttnSlices.from_lists(q_ranges, k_ranges, "
+            f"`slices` must be AttnSlices, got {type(slices).__name__}; make them with "
+            "AttnSlices.from_lists(q_ranges, k_ranges, "
             "mask_types), AttnSlices.causal(total) or AttnSlices.from_cu_seqlens(cu_seqlens)"
         )
     if (slices.seqlen_q, slices.seqlen_k) != (q.shape[0], k.shape[0]):
@@ -107,7 +108,8 @@ def check_padded(
     ):
         made_for = None if block_mask is None else shown(block_mask.kv_num_blocks.shape[0])
         raise ValueError(
-            f"`block_mask` must be made for the batch size of `query`, {shown(query.shape[0])}, where `key` has 1 entry for all, got {made_for}"
+            f"`block_mask` must be made for the batch size of `query`, {shown(query.shape[0])}, where "
+            f"`key` has 1 entry for all, got {made_for}"
         )
 
 
@@ -159,15 +161,18 @@ def check_options(
 
 
 def refuse_transforms(*tensors: Tensor) -> None:
-    """Raises where a transform of torch.func follows one of `tensors`: an op without a rule for it would drop what it adds."""
+    """Raises where a transform of torch.func follows one of `tensors`:
+    an op without a rule for it would drop what it adds."""
     if _compat.has_tangents(tensors):
         raise NotImplementedError(
-            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, torch.autograd.forward_ad); use backward, or "
+            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, "
+            "torch.autograd.forward_ad); use backward, or "
             "torch.autograd.grad"
         )
     if _compat.is_transformed(tensors):
         raise NotImplementedError(
-            "attention has no rules for the transforms of torch.func (grad, vjp, jacrev, vmap); use torch.autograd.grad for gradients, "
+            "attention has no rules for the transforms of torch.func (grad, vjp, jacrev, vmap); use "
+            "torch.autograd.grad for gradients, "
             "and in place of vmap make the mapped dimension part of the batch"
         )
 
@@ -288,7 +293,8 @@ def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in the dtype of autocast, where it is on: as FlexAttention and `scaled_dot_product_attention` take them."""
+    """q, k and v in the dtype of autocast, where it is on:
+    as FlexAttention and `scaled_dot_product_attention` take them."""
     kinds = {x.device.type for x in tensors if isinstance(x, Tensor)} - {"meta"}
     if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
         return tensors

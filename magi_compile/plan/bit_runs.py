@@ -1,7 +1,8 @@
 """Runs of bit blocks: of such a block a tile walks what lies in its rows, and a row sees what its bits say.
 
-A run with `bits` begins at the first column of its block; `bits - 1` is the row of the block (of 128 times its number, and on) that
-is the first row of the run. In the walk by key tile rows and columns of a block are exchanged, its bits are not.
+A run with `bits` begins at the first column of its block; `bits - 1` is the row of the block (of 128 times its number,
+and on) that is the first row of the run. In the walk by key tile rows and columns of a block are exchanged, its bits
+are not.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def longest_first(cost: Tensor) -> Tensor:
 def document_costs(cost: Tensor, first_end: Tensor) -> Tensor:
     """For each tile, by row, the cost of the most expensive one of its document.
 
-    Documents are neighbouring tiles whose first runs end in the same column, or that have none. Longest first by these costs, the tiles of
-    a document stay together: tiles of keys that are worked on at a time then read the same queries.
+    Documents are neighbouring tiles whose first runs end in the same column, or that have none. Longest first by these
+    costs, the tiles of a document stay together: tiles of keys that are worked on at a time then read the same queries.
     """
     starts = torch.ones_like(first_end)
     starts[1:] = first_end[1:] != first_end[:-1]

@@ -34,7 +34,8 @@ class PaddedSizes(NamedTuple):
         """The requirement for all pairs to fit, in words."""
         return (
             f"the plan has room for {self.max_overlap} slices across the average border between tiles, or for "
-            f"{MAX_CROSSINGS} borders in the average slice, and the mask needs more; a larger `slice_capacity` gives room"
+            f"{MAX_CROSSINGS} borders in the average slice, and the mask needs more; a larger "
+            "`slice_capacity` gives room"
         )
 
 

@@ -1,4 +1,5 @@
-"""Lists of rects as tiles are made of them: sorted, rects that continue each other joined, staircases cut by columns."""
+"""Lists of rects as tiles are made of them: sorted, rects that continue each other joined,
+staircases cut by columns."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ def by_column(rects: Rects) -> Rects:
 
 
 def joined(rects: Rects) -> Rects:
-    """Joins neighbours of a list of trimmed rects where the second continues the first in the rows below. The area stays the same.
+    """Joins neighbours of a list of trimmed rects where the second continues the first in the rows below.
+    The area stays the same.
 
-    A sliding window is two or three slices, because a diagonal of a slice begins and ends in its corners. The joined rect takes the
-    place of its first piece; the others become empty.
+    A sliding window is two or three slices, because a diagonal of a slice begins and ends in its corners. The joined
+    rect takes the place of its first piece; the others become empty.
     """
     goes_on = torch.zeros_like(rects.row_begin, dtype=torch.bool)
     above, below = rects.select(slice(0, -1)), rects.select(slice(1, None))
@@ -45,12 +47,13 @@ def joined(rects: Rects) -> Rects:
 
 
 def down_the_steps(rects: Rects, most_steps: int | None = None) -> Rects:
-    """Cuts staircases in a list of trimmed rects by columns instead of rows. The area and the number of rects stay the same.
+    """Cuts staircases in a list of trimmed rects by columns instead of rows.
+    The area and the number of rects stay the same.
 
-    The steps of a staircase are rects without diagonals. Each begins where the one before it ends, sees the columns of that one, and
-    more to the right. Afterwards each rect has the columns that its step adds, and reaches down to the last row of the staircase. A
-    column then meets one rect, and a row as many as there are steps above it, at most `most_steps`; before, it was the other way
-    round. A tile across a step walks the columns that both steps share once.
+    The steps of a staircase are rects without diagonals. Each begins where the one before it ends, sees the columns of
+    that one, and more to the right. Afterwards each rect has the columns that its step adds, and reaches down to the
+    last row of the staircase. A column then meets one rect, and a row as many as there are steps above it, at most
+    `most_steps`; before, it was the other way round. A tile across a step walks the columns that both steps share once.
 
     Args:
         rects: sorted by `by_column`.

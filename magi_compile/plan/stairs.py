@@ -45,7 +45,8 @@ class Stairs(NamedTuple):
         common_begin: the columns `[common_begin, common_end)` are seen by all rows of a run.
         common_end: see `common_begin`.
         lane: where the rows of stairs look, from 1 to `NUM_LANES`; 0 for other runs.
-        edges: int32 `[edge_rows, NUM_LANES, 2]`: the columns `[begin, end)` that a row of stairs sees; `[0, 0)` for others.
+        edges: int32 `[edge_rows, NUM_LANES, 2]`: the columns `[begin, end)` that a row of stairs sees; `[0, 0)` for
+            others.
     """
 
     run_tile: Tensor

@@ -62,8 +62,8 @@ class TilePlan(NamedTuple):
 
     A run that has `bits` is a part of a bit block: a row sees of it what `plan/bit_runs.py` says.
 
-    `*_edges [num_rows, NUM_LANES, 2]`, or no rows where no run may have a `lane`: of a run with one, from 1 on, row r sees the columns
-    `begin <= c < end` for `begin, end = edges[r, lane - 1]`, which never move left from row to row.
+    `*_edges [num_rows, NUM_LANES, 2]`, or no rows where no run may have a `lane`: of a run with one, from 1 on, row r
+    sees the columns `begin <= c < end` for `begin, end = edges[r, lane - 1]`, which never move left from row to row.
     """
 
     q_tiles: Tensor
@@ -167,8 +167,8 @@ def _walk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tiles, runs and edges of one walk; of exact size where `padded` is None.
 
-    Of the same area twice: where stairs are rects that go on over many rows, it shows where tiles begin best, and where they are
-    not, few of them meet a tile.
+    Of the same area twice: where stairs are rects that go on over many rows, it shows where tiles begin best, and where
+    they are not, few of them meet a tile.
     """
     total_rows, edge_rows, tile_rows, block_cols = sizes
     exact = padded is None

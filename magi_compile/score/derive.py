@@ -1,4 +1,5 @@
-"""The functions of a score program: what a score_mod does, as ATen operations of numbers, and its derivatives by PyTorch's autograd."""
+"""The functions of a score program: what a score_mod does, as ATen operations of numbers,
+and its derivatives by PyTorch's autograd."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Running a score program on a grid of heads, queries and keys, in PyTorch.
 
-Values are tensors of three dimensions, `[heads, queries, keys]`, of size 1 along those that they do not depend on. Functions are
-called under torch.vmap for each pair, so that dtypes are those of numbers, as in FlexAttention.
+Values are tensors of three dimensions, `[heads, queries, keys]`, of size 1 along those that they do not depend on.
+Functions are called under torch.vmap for each pair, so that dtypes are those of numbers, as in FlexAttention.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _without_ones(x: Any) -> Any:
 class Tile:
     """One program on one grid.
 
-    `values` are those of `score`, `b`, `h`, `q`, `kv` and the captured ints; `visible` is bool and fits the grid, None where all is
-    visible.
+    `values` are those of `score`, `b`, `h`, `q`, `kv` and the captured ints; `visible` is bool and fits the grid, None
+    where all is visible.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class Tile:
         if bool(is_wrong.any()):
             found = int(index.expand(is_wrong.shape)[is_wrong][0])
             raise IndexError(
-                f"the score_mod `{self.program}` must look up what is there, but index {found} is out of bounds for dimension {dim} of "
+                f"the score_mod `{self.program}` must look up what is there, but index {found} is out "
+                f"of bounds for dimension {dim} of "
                 f"t{look.table} with size {size}"
             )
         return torch.where(is_out, 0, index)

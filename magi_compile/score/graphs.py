@@ -1,4 +1,5 @@
-"""The functions of a score program as graphs of ATen's operators: traced once, for every language that a kernel writes them in."""
+"""The functions of a score program as graphs of ATen's operators: traced once,
+for every language that a kernel writes them in."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from magi_compile.score.program import ScoreProgram
 
 
 class FunctionGraph(NamedTuple):
-    """A function of a program: its operators, not to be changed, and the names of what it takes, in the order of placeholders."""
+    """A function of a program: its operators, not to be changed, and the names of what it takes,
+    in the order of placeholders."""
 
     graph: Graph
     names: list[str]

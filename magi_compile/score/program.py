@@ -1,4 +1,5 @@
-"""ScoreProgram: a score_mod as one string, with its derivatives, for kernels that run it on tiles or generate code from it."""
+"""ScoreProgram: a score_mod as one string, with its derivatives,
+for kernels that run it on tiles or generate code from it."""
 
 from __future__ import annotations
 
@@ -43,16 +44,16 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreProgram:
-    """A score_mod as functions of numbers: of `score`, `b`, `h`, `q`, `kv`, captured ints `s0, s1, ...` and values `l0_t0, l1_t2, ...`
-    that it looks up in captured tensors `t0, t1, ...`. All are PyTorch's operations on tensors of no dimensions; `score` is fp32
-    and the indices are int32.
+    """A score_mod as functions of numbers: of `score`, `b`, `h`, `q`, `kv`, captured ints `s0, s1, ...` and values
+    `l0_t0, l1_t2, ...` that it looks up in captured tensors `t0, t1, ...`. All are PyTorch's operations on tensors of
+    no dimensions; `score` is fp32 and the indices are int32.
 
         score + slopes[h] * (kv - q);; def score(score, q, kv, l0_t0):;;     x5 = torch.ops.aten.sub.Tensor(kv, q);; ...
 
-    `score` is the new score. `l0_t0_1` is the index of the first look-up in the second dimension of `t0`; it may depend on look-ups
-    of lower numbers. `d_score` and `d_l0_t0` are the gradients of the score and of the look-up, of the same and of `g`, the gradient of
-    the new score; one that is always zero has no function. All is one line, because Inductor writes the arguments of an op into a
-    comment of the code that it makes.
+    `score` is the new score. `l0_t0_1` is the index of the first look-up in the second dimension of `t0`; it may depend
+    on look-ups of lower numbers. `d_score` and `d_l0_t0` are the gradients of the score and of the look-up, of the same
+    and of `g`, the gradient of the new score; one that is always zero has no function. All is one line, because
+    Inductor writes the arguments of an op into a comment of the code that it makes.
 
     Attributes:
         title: the score_mod for readers.
@@ -138,9 +139,10 @@ class ScoreCall(NamedTuple):
         symbols: the captured ints.
         seqlen_q: rows of a batch entry: row r of the packed queries is query `r % seqlen_q`.
         seqlen_k: keys of a batch entry.
-        nheads: 1 where the heads of the packed tensors are those of the score_mod; else how many heads of queries there are,
-            each of which is a batch entry of its own: `r // seqlen_q` is `b * nheads + h`.
-        sums: zeros of the shapes of captured tensors, by their numbers, to which a backward adds their gradients: fp32 or wider.
+        nheads: 1 where the heads of the packed tensors are those of the score_mod; else how many heads of queries there
+            are, each of which is a batch entry of its own: `r // seqlen_q` is `b * nheads + h`.
+        sums: zeros of the shapes of captured tensors, by their numbers, to which a backward adds their gradients: fp32
+            or wider.
     """
 
     program: ScoreProgram

@@ -1,7 +1,7 @@
 """From a score_mod to a ScoreProgram: from the graph that Dynamo made of it, or from calling it once with symbols.
 
-What is computed of captured tensors alone stays outside: the program takes it as a tensor of its own, and PyTorch has its gradient.
-All else must be numbers for each pair of a query and a key (`derive.py`).
+What is computed of captured tensors alone stays outside: the program takes it as a tensor of its own, and PyTorch has
+its gradient. All else must be numbers for each pair of a query and a key (`derive.py`).
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def steps(name: str, lengths: Sequence[int]) -> Case:
 
 
 def block_diffusion(name: str, lengths: Sequence[int], block: int) -> Case:
-    """Documents twice, noisy ones first: a noisy block sees itself and the clean blocks before it, a clean one those up to it."""
+    """Documents twice, noisy ones first: a noisy block sees itself and the clean blocks before it,
+    a clean one those up to it."""
     total, rows, start = sum(lengths), [], 0
     for length in lengths:
         for begin in range(start, start + length, block):

@@ -174,8 +174,8 @@ def test_no_waits(run):
 
 
 def run_in_a_graph(group, collective, deterministic):
-    """A replay and a call outside of it; bit by bit, where nothing is to depend on when remote keys come. The largest scores never
-    do: nothing adds up in them."""
+    """A replay and a call outside of it; bit by bit, where nothing is to depend on when remote keys come. The largest
+    scores never do: nothing adds up in them."""
     with deterministic_algorithms(deterministic):
         in_a_graph(group, collective, deterministic)
         in_a_graph(group, collective, deterministic, return_max_scores=True)
@@ -277,8 +277,8 @@ def assert_close(grads, expected):
 
 
 def run_phases(group, options, head_dim, collective):
-    """Late ranks, whose gradients are to be those of a kernel that waits for keys before it begins. Memory that nothing was
-    written to is no number."""
+    """Late ranks, whose gradients are to be those of a kernel that waits for keys before it begins. Memory that nothing
+    was written to is no number."""
     slices, rank, size = documents([700, 1, 90, 1257, 2048], True), group.rank(), group.size()
     run, inputs, kernel = backward_of(group, collective, options, slices, head_dim)
     given = [inputs(step) for step in range(12)]
@@ -308,7 +308,8 @@ def test_phases(run, degree, head_dim):
 
 
 def run_backward_in_a_graph(group, collective):
-    """Replays and calls outside of the graph in turns: gradients are those of a kernel that waits for keys before it begins."""
+    """Replays and calls outside of the graph in turns:
+    gradients are those of a kernel that waits for keys before it begins."""
     rank, size = group.rank(), group.size()
     run, inputs, kernel = backward_of(
         group, collective, MERGED, documents([700, 1, 90, 1257], True)
@@ -380,8 +381,8 @@ def again_and_again(group, steps, collective, options):
     ids=["stages", "merged", "deterministic"],
 )
 def test_200_steps(run, options, deterministic):
-    """Equal inputs give equal bits, but for dq, whose sum has no fixed order; and where a forward begins early, but for tiles
-    that are merged of two parts or not. Without these two, in all."""
+    """Equal inputs give equal bits, but for dq, whose sum has no fixed order; and where a forward begins early, but for
+    tiles that are merged of two parts or not. Without these two, in all."""
     for out, lse, dq, dk, dv in run(
         run_again_and_again, 200, options=options, deterministic=deterministic
     ):

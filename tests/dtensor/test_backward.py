@@ -1,4 +1,5 @@
-"""A backward in steps, whose keys arrive and whose gradients leave between them: in which order, and that it is right."""
+"""A backward in steps, whose keys arrive and whose gradients leave between them: in which order,
+and that it is right."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""The door of context parallelism: buffers come back, nothing runs on a rank's tokens alone, wrong use is told apart."""
+"""The door of context parallelism: buffers come back, nothing runs on a rank's tokens alone,
+wrong use is told apart."""
 
 import re
 
@@ -119,7 +120,8 @@ def run_refused_buffers(group):
         ({"no_restore_buffers": [x]}, "`no_restore_buffers` must be a subset of `buffers`"),
         (
             {"mask": None, "buffers": [other], "buffer_seq_dims": [0]},
-            "`buffer_padding` must say what padding holds in each of `buffers` (the ignore_index for labels), because 129 tokens are "
+            "`buffer_padding` must say what padding holds in each of `buffers` (the ignore_index for "
+            "labels), because 129 tokens are "
             "padded to 80 on each of 2 ranks",
         ),
         (
@@ -368,7 +370,8 @@ def test_what_is_compiled_outside_does_not_run_inside(ranks_of):
 
 
 def run_masks_of_entries(group):
-    """A mask_mod that reads the entry is that of the first; alone in its batch it is right, and beside others it is refused."""
+    """A mask_mod that reads the entry is that of the first; alone in its batch it is right,
+    and beside others it is refused."""
     documents = torch.stack([torch.arange(S) // 40, torch.arange(S) // 9])
 
     def mask_mod(b, h, q, kv):
@@ -512,7 +515,8 @@ def run_refused_plans(group):
         (TypeError, "`mesh` must be a DeviceMesh or a process group", (causal(), "cp"), {}),
         (
             ValueError,
-            "`mesh` must have one dimension, the ranks that share a sequence, got 2 (dp,cp); take one of them, mesh['cp']",
+            "`mesh` must have one dimension, the ranks that share a sequence, got 2 (dp,cp); take one "
+            "of them, mesh['cp']",
             (causal(), two),
             {},
         ),

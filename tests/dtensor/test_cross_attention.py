@@ -1,4 +1,5 @@
-"""Cross attention across ranks: queries and keys are two sequences, and loss and every gradient are those of one process."""
+"""Cross attention across ranks: queries and keys are two sequences,
+and loss and every gradient are those of one process."""
 
 import re
 from dataclasses import replace
@@ -477,7 +478,8 @@ def run_refused(group):
         ),
         (
             ValueError,
-            "`buffers[0]` must have a length that says whether it is of queries or of keys, got 64 in dimension 0, which both have; take "
+            "`buffers[0]` must have a length that says whether it is of queries or of keys, got 64 in "
+            "dimension 0, which both have; take "
             "SequencePlan.shard(x, dim) for queries and SequencePlan.keys.shard(x, dim) for keys",
             lambda: inside(equal, torch.zeros(64)),
         ),
@@ -489,7 +491,8 @@ def run_refused(group):
         (ValueError, "`slices` must be plan.slices", lambda: inside([twin, equal])),
         (
             ValueError,
-            "`key` must have a length that says which of the masks is meant, got 32 for 32 queries, which 2 of them have",
+            "`key` must have a length that says which of the masks is meant, got 32 for 32 queries, "
+            "which 2 of them have",
             lambda: attend([twin, equal], k, k),
         ),
         (

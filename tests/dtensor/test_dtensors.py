@@ -1,4 +1,5 @@
-"""DTensors as q, k and v: heads and entries of a batch sharded, tokens by a plan alone; results and gradients are the whole's."""
+"""DTensors as q, k and v: heads and entries of a batch sharded, tokens by a plan alone;
+results and gradients are the whole's."""
 
 import re
 
@@ -94,7 +95,8 @@ def check(attend, tensors, mesh, placements, kv_placements, dims, backend=None):
         torch.testing.assert_close(x.full_tensor(), y, rtol=1e-5, atol=1e-5)
 
 
-# Heads over one dimension or two, with keys and values that are sharded too, or replicated: 3 groups of 4 heads over 2 ranks are cut.
+# Heads over one dimension or two, with keys and values that are sharded too, or replicated: 3 groups of 4 heads over 2
+# ranks are cut.
 ONE = [
     (4, 2, [R], [R]),
     (4, 2, [HEADS], [HEADS]),
@@ -261,7 +263,10 @@ def test_inside_of_the_context(ranks_of, name, backend):
 def refused(group):
     """Each with the DTensors, the message, and the tensor that the message says to redistribute."""
     mesh, two = mesh_of(group), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("cp", "tp"))
-    tokens = "must have all tokens on every rank outside of context parallelism, got Shard(0) on dimension 'tp' of its mesh; redistribute"
+    tokens = (
+        "must have all tokens on every rank outside of context parallelism, got Shard(0) on "
+        "dimension 'tp' of its mesh; redistribute"
+    )
     q, k, v, _ = packed(4, 2)
     odd = packed(3, 3)
 
@@ -295,7 +300,8 @@ def refused(group):
         ),
         (
             ValueError,
-            "`k` must be Shard(1), as `q` is, or Replicate() on dimension 'tp' of its mesh, got Partial(); redistribute it, k.redistribute(placements=[Shard(1)])",
+            "`k` must be Shard(1), as `q` is, or Replicate() on dimension 'tp' of its mesh, got "
+            "Partial(); redistribute it, k.redistribute(placements=[Shard(1)])",
             [spread(q, [HEADS]), partial(k), partial(v)],
         ),
         (
@@ -305,17 +311,20 @@ def refused(group):
         ),
         (
             ValueError,
-            "`v` must have the placement of `k` on dimension 'tp' of its mesh, Shard(1), got Replicate(); redistribute it, v.redistribute(placements=[Shard(1)])",
+            "`v` must have the placement of `k` on dimension 'tp' of its mesh, Shard(1), got "
+            "Replicate(); redistribute it, v.redistribute(placements=[Shard(1)])",
             [spread(x, [w]) for x, w in ((q, HEADS), (k, HEADS), (v, R))],
         ),
         (
             ValueError,
-            "`q` must have a multiple of 2 heads, as many as ranks share them, got 3; redistribute it, q.redistribute(placements=[Replicate()])",
+            "`q` must have a multiple of 2 heads, as many as ranks share them, got 3; redistribute "
+            "it, q.redistribute(placements=[Replicate()])",
             [spread(x, [HEADS]) for x in odd[:3]],
         ),
         (
             ValueError,
-            "`k` must have a multiple of 2 heads, as many as ranks share them, got 1; redistribute it, k.redistribute(placements=[Replicate()])",
+            "`k` must have a multiple of 2 heads, as many as ranks share them, got 1; redistribute "
+            "it, k.redistribute(placements=[Replicate()])",
             [spread(x, [HEADS]) for x in packed(4, 1)[:3]],
         ),
         (
@@ -349,7 +358,10 @@ def run_refused(group):
     with pytest.raises(ValueError, match=re.escape(message)):
         magi_compile.flex_attention(*spread)
     spread = [distribute_tensor(x, mesh, [Shard(3)]) for x in (q, k, v)]
-    message = "`query` must be Replicate(), Shard(0), entries, or Shard(1), heads, on dimension 'tp' of its mesh, got Shard(3)"
+    message = (
+        "`query` must be Replicate(), Shard(0), entries, or Shard(1), heads, on dimension 'tp' "
+        "of its mesh, got Shard(3)"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         magi_compile.flex_attention(*spread)
     spread = [distribute_tensor(x, mesh, [R]) for x in padded(1, 4, 2)[:3]]
@@ -371,8 +383,14 @@ def run_refused_plans(group):
     mesh = mesh_of_2x2(group)
     p = plan(SLICES, mesh["cp"], options=OPTIONS)
     q = torch.randn(1, 4, p.seqlen_local, 8)
-    on_plan = "must be Shard(2), tokens in the order of the plan, on dimension 'cp' of its mesh, the dimension of the plan, got Replicate()"
-    elsewhere = "`q` must have all tokens on every rank where the ranks are not those of the plan, got Shard(2) on dimension 'tp'"
+    on_plan = (
+        "must be Shard(2), tokens in the order of the plan, on dimension 'cp' of its mesh, the "
+        "dimension of the plan, got Replicate()"
+    )
+    elsewhere = (
+        "`q` must have all tokens on every rank where the ranks are not those of the plan, "
+        "got Shard(2) on dimension 'tp'"
+    )
     behind = "`key` must be Shard(1), heads, on dimension 'cp' of its mesh too, since it is that on a later dimension"
     for message, placements, kv_placements in [
         (on_plan, [R, R], [R, R]),
@@ -457,7 +475,8 @@ def test_numbers_of_heads_and_entries_are_the_whole_s(ranks_of, placements):
 
 
 def run_lowered(group, placements):
-    """The call on local tensors is lowered, with a score_mod and masks of shards too; new masks compile nothing again."""
+    """The call on local tensors is lowered, with a score_mod and masks of shards too;
+    new masks compile nothing again."""
     mesh = mesh_of(group)
     whole = padded(2, 4, 2)[:3]
 
@@ -530,7 +549,8 @@ def run_ops(group, placements):
 
 
 def run_ops_with_a_numbering(group):
-    """Heads have numbers in it, of which a shard would have others: they are gathered, whatever the rule for such shapes was before."""
+    """Heads have numbers in it, of which a shard would have others: they are gathered,
+    whatever the rule for such shapes was before."""
     mesh = mesh_of_2x2(group)
     q, k, v, _ = packed(4, 2)
     given = [SLICES.q_ranges, SLICES.k_ranges, SLICES.mask_types]
@@ -550,7 +570,10 @@ def run_ops_with_a_numbering(group):
         torch.testing.assert_close(out.full_tensor()[0].transpose(0, 1), wanted[0])
 
 
-BY_HEAD = "score * (h + 1);; def score(score, h):;;     return score * (h + 1);; def d_score(g, h):;;     return g * (h + 1)"
+BY_HEAD = (
+    "score * (h + 1);; def score(score, h):;;     return score * (h + 1);; def d_score(g, "
+    "h):;;     return g * (h + 1)"
+)
 
 
 def test_ops_with_a_numbering(ranks_of):

@@ -1,5 +1,6 @@
-"""Packing with context parallelism is where others corrupt the loss silently: tokens are permuted, documents are cut by ranks, labels
-are shifted after tokens are spread, padding is counted. Here loss and every gradient are those of one process."""
+"""Packing with context parallelism is where others corrupt the loss silently: tokens are permuted, documents are cut by
+ranks, labels are shifted after tokens are spread, padding is counted. Here loss and every gradient are those of one
+process."""
 
 from fractions import Fraction
 

@@ -1,4 +1,5 @@
-"""Models whose layers have different masks (Gemma 3, gpt-oss): tokens are spread once, by the sum of the work of all."""
+"""Models whose layers have different masks (Gemma 3, gpt-oss): tokens are spread once,
+by the sum of the work of all."""
 
 import re
 

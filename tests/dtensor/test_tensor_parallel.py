@@ -1,5 +1,5 @@
-"""Context parallelism and tensor parallelism of one mesh: a transformer whose heads are over "tp" and whose tokens are over "cp" has the
-loss and the gradients of one process."""
+"""Context parallelism and tensor parallelism of one mesh: a transformer whose heads are over "tp" and whose tokens are
+over "cp" has the loss and the gradients of one process."""
 
 import pytest
 import torch

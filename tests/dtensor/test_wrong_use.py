@@ -1,4 +1,5 @@
-"""Wrong use across ranks is an error that says what is wrong: the same one on every rank where ranks do not fit each other."""
+"""Wrong use across ranks is an error that says what is wrong:
+the same one on every rank where ranks do not fit each other."""
 
 import datetime
 import math
@@ -67,7 +68,8 @@ def run_plans(group, plans):
         ),
         (
             [(causal(126), 2, 1), (causal(126), 2, 0)],
-            "each rank's own, but rank 0 has the plan of rank 1, rank 1 has the plan of rank 0; call plan_rank with rank=group.rank()",
+            "each rank's own, but rank 0 has the plan of rank 1, rank 1 has the plan of rank 0; call "
+            "plan_rank with rank=group.rank()",
         ),
     ],
     ids=["size", "one_size", "mask", "rank"],
@@ -133,7 +135,8 @@ def run_calls(group, calls):
     [
         (
             [{"dtype": torch.bfloat16}, {"dtype": torch.float16}],
-            "the dtype of `q`, `k` and `v` must be the same on all ranks of `group`, but rank 1 has torch.float16 and rank 0 has "
+            "the dtype of `q`, `k` and `v` must be the same on all ranks of `group`, but rank 1 has "
+             "torch.float16 and rank 0 has "
             "torch.bfloat16",
         ),
         ([{}, {"dtype": torch.bfloat16}], "rank 1 has torch.bfloat16 and rank 0 has torch.float32"),
@@ -185,11 +188,13 @@ def test_rank_that_calls_alone(ranks_of):
     ranks_of(2).run(run_alone)
 
 
-# Tensors on GPUs: hosts are asked, by the store where the group has no CPU backend, and calls of a known kind are not compared.
+# Tensors on GPUs: hosts are asked, by the store where the group has no CPU backend, and calls of a known kind are not
+# compared.
 
 
 def run_on_gpus(group, has_cpu_backend):
-    """How often this rank asks; the errors of a new kind of call, of calls in another order, and of other numbers of calls."""
+    """How often this rank asks; the errors of a new kind of call, of calls in another order,
+    and of other numbers of calls."""
     few = dist.new_group(timeout=datetime.timedelta(seconds=2))
     patch, store = pytest.MonkeyPatch(), _compat.store_of(few)
     timeout = store.timeout

@@ -76,17 +76,23 @@ def test_named_masks_stay_the_same(name, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "table", "message"),
     [
-        ("t0[q + kv] == 0", TABLE, r"look up docs at indices in \[-200, 200\), but it looks up 200 at q = 73, kv = 127"),
-        ("t0[q, kv + 20] == 0", SQUARE, r"look up dimension 1 of docs at indices in \[-150, 150\), but it looks up 150 at q = 0, kv = 130"),
-        ("t0[q][kv - 160] == 0", SQUARE, r"look up a captured tensor at indices in \[-150, 150\), but it looks up -160 at q = 0, kv = 0"),
+        ("t0[q + kv] == 0", TABLE, r"look up docs at indices in \[-200, 200\), but it looks up 200 at "
+         r"q = 73, kv = 127"),
+        ("t0[q, kv + 20] == 0", SQUARE, r"look up dimension 1 of docs at indices in \[-150, 150\), but "
+         r"it looks up 150 at q = 0, kv = 130"),
+        ("t0[q][kv - 160] == 0", SQUARE, r"look up a captured tensor at indices in \[-150, 150\), but "
+         r"it looks up -160 at q = 0, kv = 0"),
         ("t0[q - 250] == 0", TABLE, r"in \[-200, 200\), but it looks up -250 at q = 0, kv = 0"),
         ("(q < 5) & (t0[q * 2] == 0)", TABLE, r"looks up 200 at q = 100, kv = 0"),
-        ("torch.gather(t0, 0, (q - 1)[None])[0] == 0", TABLE, r"indices in \[0, 200\), but it looks up -1 at q = 0, kv = 0"),
-        ("t0.index_select(0, q[None])[0] == t0.index_select(0, index=(kv + 99)[None])[0]", TABLE, r"looks up 200 at q = 0, kv = 101"),
+        ("torch.gather(t0, 0, (q - 1)[None])[0] == 0", TABLE, r"indices in \[0, 200\), but it "
+         r"looks up -1 at q = 0, kv = 0"),
+        ("t0.index_select(0, q[None])[0] == t0.index_select(0, index=(kv + "
+         "99)[None])[0]", TABLE, r"looks up 200 at q = 0, kv = 101"),
         ("t0[torch.stack([q, kv + 90])].sum() == 0", TABLE, r"looks up 200 at q = 0, kv = 110"),
         ("q // (kv - 5) > 0", TABLE, "must not divide by zero, but it divides by 0 at q = 0, kv = 5"),
         ("7 % (kv - 5) > 0", TABLE, "must not divide by zero, but it divides by 0 at q = 0, kv = 5"),
-        ("torch.div(kv, q, rounding_mode='floor') > 0", TABLE, "must not divide by zero, but it divides by 0 at q = 0, kv = 0"),
+        ("torch.div(kv, q, rounding_mode='floor') > 0", TABLE, "must not divide by zero, but "
+         "it divides by 0 at q = 0, kv = 0"),
         ("torch.remainder(kv, q - 3) > 0", TABLE, "must not divide by zero, but it divides by 0 at q = 3, kv = 0"),
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""`activate_flash_attention_impl("MAGI")`: varlen_attn and scaled_dot_product_attention on our kernels, beside dense attention."""
+"""`activate_flash_attention_impl("MAGI")`: varlen_attn and scaled_dot_product_attention on our kernels,
+beside dense attention."""
 
 import inspect
 

@@ -78,7 +78,8 @@ def records(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def records_on_gpus(tmp_path_factory):
-    """What happened in those of ON_GPUS for which there are enough; the processes are forked, so nothing may start CUDA before."""
+    """What happened in those of ON_GPUS for which there are enough; the processes are forked,
+    so nothing may start CUDA before."""
     names = [name for name in ON_GPUS if num_gpus_of(name) <= torch.cuda.device_count()]
     return train_all(names, tmp_path_factory, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
 
@@ -137,7 +138,8 @@ class TestTraining:
 
     @pytest.mark.parametrize("model", ["gpt_oss", "gpt_oss_varlen", SPREAD])
     def test_windows_and_sinks(self, records, model):
-        """Layers of two kinds, which share one placement of tokens; bf16, because torchtitan's experts know nothing else."""
+        """Layers of two kinds, which share one placement of tokens; bf16,
+        because torchtitan's experts know nothing else."""
         ours = losses(records, SINKS.replace("gpt_oss", model))
         right = losses(records, SINKS.replace("gpt_oss", "gpt_oss dense"))
         assert ours == pytest.approx(right, abs=2e-2)

@@ -1,4 +1,5 @@
-"""Models of transformers inside of `context_parallel`: a training step over two ranks has the numbers of one process."""
+"""Models of transformers inside of `context_parallel`:
+a training step over two ranks has the numbers of one process."""
 
 from contextlib import nullcontext
 

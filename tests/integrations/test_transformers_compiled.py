@@ -33,7 +33,8 @@ def num_graphs():
 
 
 def check(name, inputs, forwards, layers=LAYERS, **compiler):
-    """One graph for all of `inputs`, which differ in values alone; all attention on our kernel, the numbers of eager attention."""
+    """One graph for all of `inputs`, which differ in values alone; all attention on our kernel,
+    the numbers of eager attention."""
     model = make_model(name, num_hidden_layers=layers)
     forward = torch.compile(model, fullgraph=True, **compiler)
     eager = make_model(name, "eager", num_hidden_layers=layers)

@@ -1,4 +1,5 @@
-"""Generation with `attn_implementation="magi"`: prompts run on our kernel, steps on sdpa, and tokens are those of eager."""
+"""Generation with `attn_implementation="magi"`: prompts run on our kernel, steps on sdpa,
+and tokens are those of eager."""
 
 import pytest
 import torch

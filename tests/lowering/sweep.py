@@ -2,8 +2,8 @@
 
     python -m tests.lowering.sweep --device cuda --count 600 --output sweep.json
 
-Every head dimension with every soft-cap, dtype, group of heads, gradient of lse, batch and kind of mask: all of them, or as many
-as asked for, drawn at random. The tolerance is that of `magi_compile/testing/numerics.py`.
+Every head dimension with every soft-cap, dtype, group of heads, gradient of lse, batch and kind of mask: all of them,
+or as many as asked for, drawn at random. The tolerance is that of `magi_compile/testing/numerics.py`.
 """
 
 from __future__ import annotations

@@ -283,8 +283,8 @@ def test_explained():
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_tokens_that_a_load_balancer_has_permuted(rank, mask_mod, monkeypatch):
-    """PyTorch's context parallelism: the mask of one rank's queries over all keys, both looked up in a permutation. No way for
-    intervals; kernels with bit blocks take it, and on a GPU it is refused."""
+    """PyTorch's context parallelism: the mask of one rank's queries over all keys, both looked up in a permutation. No
+    way for intervals; kernels with bit blocks take it, and on a GPU it is refused."""
     seqlen, size = 512, 2
     monkeypatch.setattr(_attention, "_compiled_create_block_mask", create_block_mask)
     mesh = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: size, device_type="cpu")

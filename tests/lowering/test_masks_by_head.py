@@ -1,4 +1,5 @@
-"""Heads with masks of their own run by intervals: the same values and gradients as dense attention, without bit blocks."""
+"""Heads with masks of their own run by intervals: the same values and gradients as dense attention,
+without bit blocks."""
 
 import pytest
 import torch

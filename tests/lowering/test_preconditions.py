@@ -59,7 +59,8 @@ def test_what_intervals_can_not_express():
 
 @pytest.mark.parametrize("where", ["graph", "outside"])
 def test_what_the_launcher_makes_an_error_of(where):
-    """PyTorch's C interface carries no types: behind the launcher it is a RuntimeError that begins with the exception's name."""
+    """PyTorch's C interface carries no types: behind the launcher it is a RuntimeError that begins with the exception's
+    name."""
 
     def inner(gm, example_inputs):
         def run(*args):

@@ -1,4 +1,5 @@
-"""A mask from outside of a graph is derived once for its content, and again when that changes in any way PyTorch tells."""
+"""A mask from outside of a graph is derived once for its content,
+and again when that changes in any way PyTorch tells."""
 
 import gc
 

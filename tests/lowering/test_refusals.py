@@ -93,7 +93,8 @@ def test_training_on_a_cpu_cannot_fall_back():
 
 
 def test_what_short_periods_would_cost():
-    """A neighbourhood of 13 by 13 pixels in lines of 128: what Hopper kernels would visit, and a BlockMask, over what it shows."""
+    """A neighbourhood of 13 by 13 pixels in lines of 128: what Hopper kernels would visit, and a BlockMask,
+    over what it shows."""
 
     def around(b, h, q, kv):
         row, column = (torch.clamp(x, 6, 127 - 6) for x in (q // 128, q % 128))

@@ -8,7 +8,8 @@ import magi_compile
 from magi_compile.lowering.backend import make_backend
 
 SIZES = (2, 4, 48, 16)  # B, H, S, D
-# Each two dimensions are neighbours in either order, and each dimension is the first, the second, the third and the last.
+# Each two dimensions are neighbours in either order, and each dimension is the first, the second, the third and the
+# last.
 PERMUTATIONS = [
     *[(0, 1, 2, 3), (1, 3, 0, 2), (2, 0, 3, 1), (3, 2, 1, 0)],
     *[(0, 2, 1, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 1, 2, 0)],

@@ -1,5 +1,6 @@
-"""Models of Hugging Face's transformers, as they are: all of their attention runs on our kernel, and the numbers are those of
-their eager attention. transformers 5.24 makes its masks outside of the graph, and layers of one kind share a graph."""
+"""Models of Hugging Face's transformers, as they are: all of their attention runs on our kernel, and the numbers are
+those of their eager attention. transformers 5.24 makes its masks outside of the graph, and layers of one kind share a
+graph."""
 
 from contextlib import nullcontext
 

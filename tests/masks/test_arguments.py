@@ -57,11 +57,16 @@ def test_wrong_flags():
     [
         (lambda: AttnSlices.from_slices(5), TypeError, "`slices` must be a list of AttnSlice, got 5"),
         (lambda: AttnSlices.from_slices([5]), ValueError, "`slices` must hold (q_range, k_range, mask_type), got 5"),
-        (lambda: AttnSlices.from_slices([AttnSlice((0, 4), (0, 4), None)]), TypeError, "`slices` must have a MaskType in each, got None"),
-        (lambda: AttnSlices.from_slices([AttnSlice((0, 4), (0, 4), 1.5)]), TypeError, "`slices` must have a MaskType in each, got 1.5"),
-        (lambda: AttnSlices.from_lists([[0, 2**70]], [[0, 4]], [0]), ValueError, f"`q_ranges` must stay below 2**30, got {2**70}"),
-        (lambda: AttnSlices.from_lists([[0, 2**40]], [[0, 4]], [0]), ValueError, f"`q_ranges` must stay below 2**30, got {2**40}"),
-        (lambda: AttnSlices.from_cu_seqlens([0, 2**70]), ValueError, f"`cu_seqlens_q` must stay below 2**30, got {2**70}"),
+        (lambda: AttnSlices.from_slices([AttnSlice((0, 4), (0, 4), None)]),
+         TypeError, "`slices` must have a MaskType in each, got None"),
+        (lambda: AttnSlices.from_slices([AttnSlice((0, 4), (0, 4), 1.5)]),
+         TypeError, "`slices` must have a MaskType in each, got 1.5"),
+        (lambda: AttnSlices.from_lists([[0, 2**70]], [[0, 4]], [0]),
+         ValueError, f"`q_ranges` must stay below 2**30, got {2**70}"),
+        (lambda: AttnSlices.from_lists([[0, 2**40]], [[0, 4]], [0]),
+         ValueError, f"`q_ranges` must stay below 2**30, got {2**40}"),
+        (lambda: AttnSlices.from_cu_seqlens([0, 2**70]), ValueError, "`cu_seqlens_q` must stay "
+         f"below 2**30, got {2**70}"),
     ],
 )  # fmt: skip
 def test_wrong_slices(make, error, message):

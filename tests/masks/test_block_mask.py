@@ -281,13 +281,15 @@ BRANCH = "` needs its value: a mask_mod cannot branch on its arguments"
 @pytest.mark.parametrize(
     ("mask_mod", "error", "message"),
     [
-        (lambda b, h, q, kv: q >= kv if q > 5 else q < kv, UnsupportedMaskError, UNREADABLE + "`bool` of `(q > 5)" + BRANCH),
+        (lambda b, h, q, kv: q >= kv if q > 5 else q < kv,
+         UnsupportedMaskError, UNREADABLE + "`bool` of `(q > 5)" + BRANCH),
         (lambda b, h, q, kv: q >= kv and q > 3, UnsupportedMaskError, UNREADABLE + "`bool` of `(q >= kv)" + BRANCH),
         (lambda b, h, q, kv: q.item() >= kv, UnsupportedMaskError, UNREADABLE + "`item` of `q" + BRANCH),
         (lambda b, h, q, kv: torch.rand(()) > 0.5, UnsupportedMaskError, UNREADABLE + "`rand` is random"),
         (lambda b, h, q, kv: None, TypeError, "`mask_mod` must return a bool tensor, got None"),
         (lambda b, h, q, kv: 1.0, TypeError, "`mask_mod` must return a bool tensor, got a float"),
-        (lambda b, h, q, kv: (q >= kv)[None].expand(2), ValueError, "`mask_mod` must return one value for a query and a key, got a tensor of shape [2]"),
+        (lambda b, h, q, kv: (q >= kv)[None].expand(2), ValueError, "`mask_mod` must return one value for a "
+         "query and a key, got a tensor of shape [2]"),
     ],
 )  # fmt: skip
 def test_mask_mods_that_nothing_can_evaluate(mask_mod, error, message):

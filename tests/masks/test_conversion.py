@@ -64,7 +64,8 @@ def test_random_masks_equal_their_dense_mask(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_masks_by_head(seed):
-    """Of those that can be expressed, where the data is as they need it: intervals, slices, and a second opinion's places."""
+    """Of those that can be expressed, where the data is as they need it: intervals, slices,
+    and a second opinion's places."""
     generator, checked, by_head = random.Random(seed), 0, 0
     while by_head < 30:
         program = MaskProgram.parse(text := random_mask(generator, generator.randint(1, 4), True))

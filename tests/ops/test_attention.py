@@ -96,13 +96,18 @@ def wrong(**changes):
 ERRORS = {
     "q 2-d": (lambda: wrong(q=torch.randn(70, 16)), r"`q` must be \[total, nheads, head_dim\], got shape \[70, 16\]"),
     "q int": (lambda: wrong(q=torch.ones(70, 4, 16, dtype=torch.int32)), "`q` must be float32.*got torch.int32"),
-    "k dtype": (lambda: wrong(k=packed()[1].half()), "`k` must have the dtype of `q`, torch.float32, got torch.float16"),
+    "k dtype": (lambda: wrong(k=packed()[1].half()), "`k` must have the dtype of `q`, torch.float32, "
+     "got torch.float16"),
     "k device": (lambda: wrong(k=packed()[1].to("meta")), "`k` must be on the device of `q`, cpu, got meta"),
     "k head_dim": (lambda: wrong(k=torch.randn(90, 2, 8)), "`k` must have the head_dim of `q`, 16, got 8"),
-    "v heads": (lambda: wrong(v=torch.randn(90, 4, 16)), r"`v` must have the tokens and heads of `k`, \[90, 2\], got \[90, 4\]"),
-    "q heads": (lambda: wrong(q=torch.randn(70, 3, 16)), "`q` must have a multiple of the heads of `k`, 2, got 3 heads"),
-    "q tokens": (lambda: wrong(q=torch.randn(71, 4, 16)), "`slices` must cover 71 query rows and 90 keys, got 70 and 90"),
-    "q head_dim": (lambda: wrong(q=torch.ones(70, 4, 0), k=torch.ones(90, 2, 0)), "`q` must have a head_dim of at least 1, got 0"),
+    "v heads": (lambda: wrong(v=torch.randn(90, 4, 16)), r"`v` must have the tokens and heads of `k`, "
+     r"\[90, 2\], got \[90, 4\]"),
+    "q heads": (lambda: wrong(q=torch.randn(70, 3, 16)), "`q` must have a multiple of the heads of "
+     "`k`, 2, got 3 heads"),
+    "q tokens": (lambda: wrong(q=torch.randn(71, 4, 16)), "`slices` must cover 71 query rows and 90 "
+     "keys, got 70 and 90"),
+    "q head_dim": (lambda: wrong(q=torch.ones(70, 4, 0), k=torch.ones(90, 2, 0)),
+     "`q` must have a head_dim of at least 1, got 0"),
     "no heads": (lambda: wrong(k=torch.ones(90, 0, 16)), "`k` must have at least 1 head, got 0"),
     "scale": (lambda: wrong(softmax_scale=math.nan), "`softmax_scale` must be finite, got nan"),
     "softcap": (lambda: wrong(softcap=-1.0), "`softcap` must not be negative, got -1.0"),
@@ -254,13 +259,19 @@ def test_flex_attention_inside_compile_is_the_operator():
 PADDED_ERRORS = {
     "rank": (lambda x, m: dict(query=x[0]), r"`query` must be \[B, H, S, D\], got shape \[2, 64, 16\]"),
     "batch": (lambda x, m: dict(key=x.repeat(2, 1, 1, 1)), "`key` must have the batch size of `query`, 1, got 2"),
-    "gqa": (lambda x, m: dict(key=x[:, :1], value=x[:, :1]), "`key` must have the heads of `query`, 2, got 1; set enable_gqa"),
-    "length": (lambda x, m: dict(query=x[:, :, :32], block_mask=m), r"`block_mask` must be made for 32 queries and 64 keys"),
-    "value": (lambda x, m: dict(value=x[:, :, :10]), r"`value` must have the heads and length of `key`, \[2, 64\], got \[2, 10\]"),
-    "heads": (lambda x, m: dict(query=x.repeat(1, 2, 1, 1)[:, :3], enable_gqa=True), "`query` must have a multiple of the heads of `key`, 2, got 3"),
-    "dtype": (lambda x, m: dict(key=x.half()), "`key` must have the dtype of `query`, torch.float32, got torch.float16"),
+    "gqa": (lambda x, m: dict(key=x[:, :1], value=x[:, :1]), "`key` must have the heads of "
+     "`query`, 2, got 1; set enable_gqa"),
+    "length": (lambda x, m: dict(query=x[:, :, :32], block_mask=m), r"`block_mask` must be made "
+     r"for 32 queries and 64 keys"),
+    "value": (lambda x, m: dict(value=x[:, :, :10]), r"`value` must have the heads and length of "
+     r"`key`, \[2, 64\], got \[2, 10\]"),
+    "heads": (lambda x, m: dict(query=x.repeat(1, 2, 1, 1)[:, :3], enable_gqa=True), "`query` must have a multiple "
+     "of the heads of `key`, 2, got 3"),
+    "dtype": (lambda x, m: dict(key=x.half()), "`key` must have the dtype of `query`, torch.float32, "
+     "got torch.float16"),
     "device": (lambda x, m: dict(value=x.to("meta")), "`value` must be on the device of `query`, cpu, got meta"),
-    "aux": (lambda x, m: dict(return_lse=True, return_aux=AuxRequest(lse=True)), "one of `return_lse` and `return_aux` must be left out"),
+    "aux": (lambda x, m: dict(return_lse=True, return_aux=AuxRequest(lse=True)), "one of `return_lse` and "
+     "`return_aux` must be left out"),
 }  # fmt: skip
 
 

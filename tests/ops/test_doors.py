@@ -31,9 +31,12 @@ def of(batch=2, heads=2, seqlen=8, head_dim=8):
 
 
 MISFITS = {
-    "longer v": (lambda: (of(), of(), of(seqlen=16)), r"`value` must have the heads and length of `key`, \[2, 8\], got \[2, 16\]"),
-    "shorter v": (lambda: (of(), of(), of(seqlen=4)), r"`value` must have the heads and length of `key`, \[2, 8\], got \[2, 4\]"),
-    "heads of v": (lambda: (of(heads=4), of(), of(heads=4)), r"`value` must have the heads and length of `key`, \[2, 8\], got \[4, 8\]"),
+    "longer v": (lambda: (of(), of(), of(seqlen=16)), r"`value` must have the heads and length of "
+     r"`key`, \[2, 8\], got \[2, 16\]"),
+    "shorter v": (lambda: (of(), of(), of(seqlen=4)), r"`value` must have the heads and length of "
+     r"`key`, \[2, 8\], got \[2, 4\]"),
+    "heads of v": (lambda: (of(heads=4), of(), of(heads=4)), r"`value` must have the heads and "
+     r"length of `key`, \[2, 8\], got \[4, 8\]"),
     "batch of v": (lambda: (of(), of(), of(batch=1)), "`value` must have the batch size of `key`, 2, got 1"),
     "batch of k": (lambda: (of(3), of(2), of(2)), "`key` must have the batch size of `query`, 3, or 1, got 2"),
 }  # fmt: skip

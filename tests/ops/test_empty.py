@@ -1,4 +1,5 @@
-"""No batch entries, no rows, no keys, no documents: results of these shapes, rows that see nothing, gradients of zero."""
+"""No batch entries, no rows, no keys, no documents: results of these shapes, rows that see nothing,
+gradients of zero."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Attention with score programs in eager code: values and gradients as of dense attention, captured tensors included."""
+"""Attention with score programs in eager code: values and gradients as of dense attention,
+captured tensors included."""
 
 import pytest
 import torch

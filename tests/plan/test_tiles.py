@@ -331,7 +331,8 @@ def test_a_prefix_that_ends_within_a_tile_starts_none():
 
 
 def test_too_many_crossings_are_detected():
-    """Thirteen borders and more in each of twenty slices that are no steps: more than `max_overlap` and `MAX_CROSSINGS`."""
+    """Thirteen borders and more in each of twenty slices that are no steps:
+    more than `max_overlap` and `MAX_CROSSINGS`."""
     slices = make_slices([(i, i + 1, 0, 128 - i, FULL) for i in range(20)], 20, 128)
     build_tile_plan(slices, **SIZES, exact=False, max_overlap=20)
     message = (

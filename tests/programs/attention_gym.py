@@ -2,8 +2,8 @@
 
     python -m tests.programs.attention_gym
 
-lowers all of them, compares them with dense attention, and prints the tables of docs/published.md; `inductor` behind it compiles
-them too, which takes ten times as long.
+lowers all of them, compares them with dense attention, and prints the tables of docs/published.md; `inductor` behind it
+compiles them too, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def video():
     shared = {"lengths": (length, length), "batch": BATCH, "heads": HEADS}
     lists = {
         "contradicts": True,
-        "remark": "its block lists leave out what its own mask_mod shows; `generate_vsa_mask_mod` says all in a mask_mod",
+        "remark": "its block lists leave out what its own mask_mod shows; `generate_vsa_mask_mod` "
+        "says all in a mask_mod",
     }
     wide = masks.compute_vsa_topk_indices(query, key, 256, 1)
     every, padded = (masks.generate_vsa_mask_mod(top, numel, x) for x in (None, sizes))

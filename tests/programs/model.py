@@ -1,4 +1,5 @@
-"""The model of all programs, batches of packed documents whose layout changes in every step, and the check of a step."""
+"""The model of all programs, batches of packed documents whose layout changes in every step,
+and the check of a step."""
 
 from __future__ import annotations
 
@@ -158,8 +159,8 @@ def check_training(
     device: str = "cpu",
     recompiles: bool = False,
 ) -> None:
-    """Training steps of `run`, which calls `model`, whose parameters are `state`: outputs, all gradients, one compilation,
-    and attention that is lowered."""
+    """Training steps of `run`, which calls `model`, whose parameters are `state`: outputs, all gradients, one
+    compilation, and attention that is lowered."""
     state = model.state_dict() if state is None else state
     graphs = None
     for step in steps:

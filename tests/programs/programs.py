@@ -1,7 +1,8 @@
 """What users write around a compiled model, one function for each: `python -m tests.programs.programs DOOR PROGRAM...`.
 
 DOOR is how attention reaches our kernels: "magi", the backend, "enable", stock Inductor with our pass, or "quick", the
-backend in front of a compiler that is quick on a CPU. Prints a line `PROGRAM: ok` or `PROGRAM: what went wrong` for each.
+backend in front of a compiler that is quick on a CPU. Prints a line `PROGRAM: ok` or `PROGRAM: what went wrong` for
+each.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tests.programs.published_examples
 
-lowers all of them, compares them with dense attention, and prints the tables of docs/published.md; `inductor` behind it compiles
-them too, which takes ten times as long.
+lowers all of them, compares them with dense attention, and prints the tables of docs/published.md; `inductor` behind it
+compiles them too, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def neighbourhood(b, h, q_idx, kv_idx):
 
 
 class Pages:
-    """Keys of a batch in pages of one cache: `logical[b, page]` is which page of its sequence a page of the cache holds, or -1."""
+    """Keys of a batch in pages of one cache: `logical[b, page]` is which page of its sequence a page of the cache
+    holds, or -1."""
 
     def __init__(self):
         order = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(0))

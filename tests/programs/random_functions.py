@@ -1,8 +1,8 @@
 """Random mask_mods and score_mods as source text, and what becomes of them beside PyTorch's own FlexAttention.
 
 A program is text that can be pasted: tensors, a mask_mod or a score_mod, sizes. PyTorch says what it means
-(`create_mask`, eager `flex_attention`); every public way of this package into it must then give the same, or refuse it with
-reasons. Anything else is a failure, MaskDataError too: PyTorch has taken the data.
+(`create_mask`, eager `flex_attention`); every public way of this package into it must then give the same, or refuse it
+with reasons. Anything else is a failure, MaskDataError too: PyTorch has taken the data.
 
     python -m tests.programs.random_functions --count 10000 --seed 0
 
@@ -15,6 +15,7 @@ The histogram of docs/published.md, in which every program goes through Dynamo t
 import argparse
 import collections
 import contextlib
+import functools
 import linecache
 import logging
 import os
@@ -289,17 +290,22 @@ class Grammar:
         same = (
             "{}.view(-1)", "{}.flip(0)", "torch.flip({}, [0])", "{}.roll(1)", "torch.roll({}, -2)", "{}.flatten()",
             "{}.reshape(-1)", "{}.expand(2, -1)[1]", "{}.unsqueeze(0).squeeze(0)", "{}[None][0]", "{}.contiguous()",
-            "{}.clone()", "{}.sort().values", "torch.sort({})[0]", "torch.stack([{0}, {0}])[1]", "torch.cat([{0}, {0}])",
+            "{}.clone()", "{}.sort().values", "torch.sort({})[0]", "torch.stack([{0}, {0}])[1]",
+            "torch.cat([{0}, {0}])",
             "{}.repeat(2)", f"{{}}.index_select(0, torch.arange({n}))", f"{{}}[:{n}]", "{}[...]", "{}.detach()",
             "{}.cummax(0).values", "torch.cummax({}, 0)[0]", "{}.cummin(0)[0]", f"{{}}.view(1, {n}).T[:, 0]",
-            f"{{}}.view({n}, 1).t()[0, :]", "{}.repeat_interleave(2)", "{}.unsqueeze(1)[:, 0]", "torch.atleast_2d({})[0]",
+            f"{{}}.view({n}, 1).t()[0, :]", "{}.repeat_interleave(2)", "{}.unsqueeze(1)[:, 0]",
+            "torch.atleast_2d({})[0]",
             "{}.movedim(0, 0)", "{}.to(torch.int64).to(torch.int8)", "torch.where({0} == {0}, {0}, {0})",
         )  # fmt: skip
         as_int = (
-            "{}.cumsum(0)", "torch.cumsum({}, 0)", "torch.cumsum({}, dim=0, dtype=torch.int32)", "{}.argsort(stable=True)",
-            "{}.long()", "{}.int()", "({}.long() + 1)", "{}.long().clamp(0, 3)", "(-{}.long())", "({} != {}.roll(1)).cumsum(0)",
+            "{}.cumsum(0)", "torch.cumsum({}, 0)", "torch.cumsum({}, dim=0, dtype=torch.int32)",
+            "{}.argsort(stable=True)",
+            "{}.long()", "{}.int()", "({}.long() + 1)", "{}.long().clamp(0, 3)", "(-{}.long())",
+            "({} != {}.roll(1)).cumsum(0)",
             "torch.diff({}.long(), prepend=torch.zeros(1, dtype=torch.int64))", "({} > 0).long()", "{}.to(torch.int8)",
-            "({}.long() * 2)", "({}.long() - {}.long().min())", f"torch.bincount({{}}.long().clamp(0, {n}), minlength={n})",
+            "({}.long() * 2)", "({}.long() - {}.long().min())",
+            f"torch.bincount({{}}.long().clamp(0, {n}), minlength={n})",
             "torch.nn.functional.pad({}, (1, 0))", "({}.long() // 2)",
         )  # fmt: skip
         as_float = ("{}.float()", "{}.double()", "({} * 0.5)", "{}.float().cumsum(0)", "({} / 2)")
@@ -333,7 +339,8 @@ class Grammar:
             f"torch.clamp({var} - {c.integer(0, 9)}, 0)", f"({var} + 1).clamp(max={n - 1})", f"{var} - {n}", f"~{var}",
             f"torch.minimum({var}, torch.tensor({n - 1}))", f"{var}.clamp(min=1) - 1", f"{var} % 3 % {n}",
             f"torch.where({var} > 3, {var}, 0)", f"{var} >> 1", f"{var} & 0", c.pick(("0", "-1")), f"{var}.int()",
-            f"torch.where({other} > 0, {var}, 0)", f"({var} / 2).long()", f"{n - 1} - {var}", f"torch.maximum({var} - 2, b)",
+            f"torch.where({other} > 0, {var}, 0)", f"({var} / 2).long()", f"{n - 1} - {var}",
+            f"torch.maximum({var} - 2, b)",
         )  # fmt: skip
         if c.chance(15):
             name = f"t{len(self.tables)}"
@@ -368,11 +375,13 @@ class Grammar:
         if shape == "batch_seq":
             return c.pick(("{0}[b, {1}]", "{0}[b, {1}]", "{0}[b][{1}]", "{0}[0, {1}]", "{0}[0][{1}]", "{0}[-1, :][{1}]",
                            "{0}.t()[{1}, b]", "{0}.T[{1}][b]", f"{{0}}.flatten()[b * {self.N} + {{1}}]",
-                           "{0}.sum(0)[{1}]", "{0}.view(-1)[{1}]", "{0}[:, {1}][b]", "{0}.squeeze()[{1}]")).format(name, i), kind  # fmt: skip
+                           "{0}.sum(0)[{1}]", "{0}.view(-1)[{1}]", "{0}[:, {1}][b]",
+                           "{0}.squeeze()[{1}]")).format(name, i), kind  # fmt: skip
         if shape == "seq2":
             return c.pick(("{0}[{1}, 0]", "{0}[:, 1][{1}]", "{0}[{1}][1]", "{0}.T[0, {1}]", "{0}[{1}].sum()",
                            "{0}.select(1, 0)[{1}]", "{0}.unbind(1)[1][{1}]", "{0}[..., 0][{1}]", "{0}[{1}, -1]",
-                           "{0}.flatten()[{1} * 2]", "{0}[{1}].max()", "{0}.sum(1)[{1}]", "{0}[{1}, b % 2]")).format(name, i), kind  # fmt: skip
+                           "{0}.flatten()[{1} * 2]", "{0}[{1}].max()", "{0}.sum(1)[{1}]",
+                           "{0}[{1}, b % 2]")).format(name, i), kind  # fmt: skip
         return (
             f"{name}[{i}, {self.index(c.pick(variables) if c.chance(50) else var) if var not in 'bh' else '0'}]",
             kind,
@@ -397,32 +406,45 @@ class Grammar:
         both = [
             ("(-{x})", "="), ("{x}.abs()", "="), ("abs({x})", "="), ("torch.sign({x})", "="), ("({x} + {n})", "="),
             ("({n} - {x})", "="), ("({x} * {n})", "="), ("{x}.clamp({m}, 20)", "="), ("torch.clamp({x}, min={n})", "="),
-            ("{x}.clamp(max={m})", "="), ("torch.clip({x}, 1, {m})", "="), ("({x} ** 2)", "="), ("{x}.pow(2)", "="), ("torch.square({x})", "="),
-            ("({x} // {m})", "="), ("({x} % {m})", "="), ("torch.remainder({x}, {m})", "="), ("torch.fmod({x}, {m})", "="),
+            ("{x}.clamp(max={m})", "="), ("torch.clip({x}, 1, {m})", "="), ("({x} ** 2)", "="), ("{x}.pow(2)", "="),
+            ("torch.square({x})", "="),
+            ("({x} // {m})", "="), ("({x} % {m})", "="), ("torch.remainder({x}, {m})", "="),
+            ("torch.fmod({x}, {m})", "="),
             ("({x} % -{m})", "="), ("({x} // -{m})", "="), ('torch.div({x}, {m}, rounding_mode="trunc")', "="),
-            ('torch.div({x}, {m}, rounding_mode="floor")', "="), ("torch.floor_divide({x}, {m})", "="), ("torch.floor({x})", "="),
-            ("{x}.ceil()", "="), ("torch.round({x})", "="), ("torch.trunc({x})", "="), ("torch.add({x}, {n}, alpha=2)", "="),
+            ('torch.div({x}, {m}, rounding_mode="floor")', "="), ("torch.floor_divide({x}, {m})", "="),
+            ("torch.floor({x})", "="),
+            ("{x}.ceil()", "="), ("torch.round({x})", "="), ("torch.trunc({x})", "="),
+            ("torch.add({x}, {n}, alpha=2)", "="),
             ("torch.sub({x}, {n})", "="), ("torch.maximum({x}, torch.tensor({m}))", "="), ("torch.neg({x})", "="),
             ("+{x}", "="), ("{x}.clone()", "="), ("torch.full_like({x}, 3)", "="), ("torch.zeros_like({x})", "="),
-            ("torch.where({x} > {m}, {x}, {n})", "="), ("torch.where({x} > {m}, {n}, {x})", "="), ("{x}.masked_fill({x} > {m}, {m})", "="),
+            ("torch.where({x} > {m}, {x}, {n})", "="), ("torch.where({x} > {m}, {n}, {x})", "="),
+            ("{x}.masked_fill({x} > {m}, {m})", "="),
             ("({x} / {m})", "f"), ("torch.true_divide({x}, {m})", "f"), ("({x} * 0.5)", "f"), ("({x} + 0.5)", "f"),
-            ("{x}.float()", "f"), ("{x}.double()", "f"), ("{x}.to(torch.float32)", "f"), ("{x}.half()", "f"), ("{x}.bfloat16()", "f"),
-            ("{x}.long()", "i"), ("{x}.int()", "i"), ("{x}.to(torch.int8)", "i"), ("{x}.to(torch.uint8)", "i"), ("{x}.short()", "i"),
+            ("{x}.float()", "f"), ("{x}.double()", "f"), ("{x}.to(torch.float32)", "f"), ("{x}.half()", "f"),
+            ("{x}.bfloat16()", "f"),
+            ("{x}.long()", "i"), ("{x}.int()", "i"), ("{x}.to(torch.int8)", "i"), ("{x}.to(torch.uint8)", "i"),
+            ("{x}.short()", "i"),
             ("{x}.type(torch.int32)", "i"), ("{x}.bool()", "b"), ("torch.logical_not({x})", "b"), ("({x} > {n})", "b"),
-            ("({x} == {n})", "b"), ("torch.isin({x}, torch.tensor([1, 2, 5]))", "b"), ("({x} ** 0.5)", "f"), ("torch.sqrt({x})", "f"),
+            ("({x} == {n})", "b"), ("torch.isin({x}, torch.tensor([1, 2, 5]))", "b"), ("({x} ** 0.5)", "f"),
+            ("torch.sqrt({x})", "f"),
             ("torch.isnan({x})", "b"), ("torch.signbit({x})", "b"), ("torch.nan_to_num({x})", "="), ("{x}.sgn()", "="),
             ("torch.exp({x})", "f"), ("torch.log2({x})", "f"), ("torch.tanh({x})", "f"), ("{x}.relu()", "="),
-            ("torch.rsub({x}, {n})", "="), ("{x}.unsqueeze(0)[0]", "="), ("{x}.view(1).squeeze()", "="), ("{x}.sum()", "="), ("{x}.max()", "="),
-            ("{x}.type_as(torch.tensor(1, dtype=torch.int16))", "i"), ("torch.clamp({x}, torch.tensor({n}), torch.tensor(20))", "="),
+            ("torch.rsub({x}, {n})", "="), ("{x}.unsqueeze(0)[0]", "="), ("{x}.view(1).squeeze()", "="),
+            ("{x}.sum()", "="), ("{x}.max()", "="),
+            ("{x}.type_as(torch.tensor(1, dtype=torch.int16))", "i"),
+            ("torch.clamp({x}, torch.tensor({n}), torch.tensor(20))", "="),
             ("({m} ** {x})", "="), ("{x}.new_full((), {m})", "="), ("{x}.frac()", "="), ("torch.reciprocal({x})", "f"),
         ]  # fmt: skip
         integral = [
             ("(~{x})", "="), ("({x} << 1)", "="), ("({x} >> 1)", "="), ("({x} & {m})", "="), ("({x} | {m})", "="),
             ("({x} ^ {m})", "="), ("torch.bitwise_and({x}, {n})", "="), ("torch.bitwise_left_shift({x}, {m})", "="),
-            ("({x} >> {m})", "="), ("({x} << {m})", "="), ("torch.gcd({x}, torch.tensor({m}))", "="), ("(1 << {x})", "="),
+            ("({x} >> {m})", "="), ("({x} << {m})", "="), ("torch.gcd({x}, torch.tensor({m}))", "="),
+            ("(1 << {x})", "="),
         ]  # fmt: skip
-        boolean = [("(~{x})", "="), ("({x} * {n})", "i"), ("({x} + {x})", "="), ("({x} | {x})", "="), ("torch.logical_not({x})", "b"),
-                   ("torch.where({x}, {n}, {m})", "i"), ("({x} == False)", "b"), ("{x}.long()", "i"), ("({x} ^ True)", "b"),
+        boolean = [("(~{x})", "="), ("({x} * {n})", "i"), ("({x} + {x})", "="), ("({x} | {x})", "="),
+                   ("torch.logical_not({x})", "b"),
+                   ("torch.where({x}, {n}, {m})", "i"), ("({x} == False)", "b"), ("{x}.long()", "i"),
+                   ("({x} ^ True)", "b"),
                    ("({x} + 1)", "i"), ("({x} >= 1)", "b"), ("{x}.float()", "f"), ("({x} != 0)", "b")]  # fmt: skip
         if kind == "b" and c.chance(90):
             options = boolean
@@ -441,14 +463,19 @@ class Grammar:
         kind = max(kx, ky, key="bif".index)
         if kind == "b":
             template, result = c.pick((("({x} & {y})", "b"), ("({x} | {y})", "b"), ("({x} ^ {y})", "b"), ("({x} == {y})", "b"),
-                                       ("({x} * {y})", "b"), ("({x} + {y})", "b"), ("({x} > {y})", "b"), ("torch.logical_xor({x}, {y})", "b")))  # fmt: skip
+                                       ("({x} * {y})", "b"), ("({x} + {y})", "b"), ("({x} > {y})", "b"),
+                                       ("torch.logical_xor({x}, {y})", "b")))  # fmt: skip
             return template.replace("{x}", x).replace("{y}", y), result
         options = [
-            ("({x} + {y})", "="), ("({x} - {y})", "="), ("({x} - {y})", "="), ("({x} + {y})", "="), ("({x} * {y})", "="),
-            ("torch.minimum({x}, {y})", "="), ("torch.maximum({x}, {y})", "="), ("torch.where({x} > {y}, {x}, {y})", "="),
+            ("({x} + {y})", "="), ("({x} - {y})", "="), ("({x} - {y})", "="), ("({x} + {y})", "="),
+            ("({x} * {y})", "="),
+            ("torch.minimum({x}, {y})", "="), ("torch.maximum({x}, {y})", "="),
+            ("torch.where({x} > {y}, {x}, {y})", "="),
             ("({x} // ({y}.abs() + 1))", "="), ("({x} % ({y}.abs() + 1))", "="), ("torch.add({x}, {y}, alpha=2)", "="),
-            ("({x} / {y})", "f"), ("torch.fmod({x}, {y}.abs() + 1)", "="), ("torch.sub({x}, {y}, alpha=3)", "="), ("({x} > {y})", "b"), ("torch.max({x}, {y})", "="),
-            ("torch.stack([{x}, {y}]).max()", "="), ("torch.stack([{x}, {y}]).sum()", "="), ("({x} ** {y})", "="), ("torch.where({x} > 1, {y}, {x})", "="),
+            ("({x} / {y})", "f"), ("torch.fmod({x}, {y}.abs() + 1)", "="), ("torch.sub({x}, {y}, alpha=3)", "="),
+            ("({x} > {y})", "b"), ("torch.max({x}, {y})", "="),
+            ("torch.stack([{x}, {y}]).max()", "="), ("torch.stack([{x}, {y}]).sum()", "="), ("({x} ** {y})", "="),
+            ("torch.where({x} > 1, {y}, {x})", "="),
         ]  # fmt: skip
         if kind == "i":
             options += [
@@ -494,7 +521,8 @@ class Grammar:
         """A condition of one of the kinds that users write, at times with something unusual in it."""
         c = self.c
         depth = 0 if c.chance(60 - self.wild) else c.integer(1, 3)
-        how = c.pick(("causal", "window", "document", "document", "block", "length", "prefix", "table", "row", "sink", "mixed",
+        how = c.pick(("causal", "window", "document", "document", "block", "length", "prefix", "table", "row", "sink",
+                      "mixed",
                       "key", "offsets", "affine", "unusual"))  # fmt: skip
         if how == "causal":
             return self.compare("q", "kv", c.pick((">=", ">=", "<=", ">")))
@@ -504,10 +532,14 @@ class Grammar:
                 if c.chance(70)
                 else self.expression(self.variables_of(("q",)), depth)[0]
             )
-            return c.pick(("(q - kv < {})", "((q - kv).abs() <= {})", "(torch.abs(kv - q) < {})", "(kv >= q - {})", "(q < kv + {})",
-                           "((q - kv) % {} == 0)", "(abs(q - kv) > {})", "(kv + {} - q > 0)", "(torch.clamp(q - kv, min=0) < {})",
-                           "((q - kv) ** 2 <= {})", "(torch.square(q - kv) < {})", "((q - kv) / 4 < {})", "((q - kv) // 4 <= {})",
-                           "((q - kv).float() <= {})", "(torch.maximum(q, kv) < {})", "(-{} <= kv - q)")).format(w)  # fmt: skip
+            return c.pick(("(q - kv < {})", "((q - kv).abs() <= {})", "(torch.abs(kv - q) < {})", "(kv >= q - {})",
+                           "(q < kv + {})",
+                           "((q - kv) % {} == 0)", "(abs(q - kv) > {})", "(kv + {} - q > 0)",
+                           "(torch.clamp(q - kv, min=0) < {})",
+                           "((q - kv) ** 2 <= {})", "(torch.square(q - kv) < {})", "((q - kv) / 4 < {})",
+                           "((q - kv) // 4 <= {})",
+                           "((q - kv).float() <= {})", "(torch.maximum(q, kv) < {})",
+                           "(-{} <= kv - q)")).format(w)  # fmt: skip
         if how == "document":
             shape = c.pick(("seq", "seq", "batch_seq"))
             name = self.table(shape, None if c.chance(30) else "i")
@@ -527,11 +559,17 @@ class Grammar:
             return self.compare(x, y, c.pick(("==", "==", "==", "!=", "<=", ">=")))
         if how == "block":
             n, m = self.positive(), self.positive()
-            return c.pick(("(q // {n} {o} kv // {m})", "(q // {n} * {n} {o} kv)", "((kv // {n}) * {m} {o} q)", "(q % {n} {o} kv % {n})",
-                           "(kv % {n} == 0)", "(kv % {n} < q % {n})", "(q >> 2 {o} kv >> 2)", "((q ^ kv) < {n})", "((q // {n}) % 2 {o} (kv // {n}) % 2)",
-                           "(torch.div(q, {n}, rounding_mode='floor') {o} torch.div(kv, {n}, rounding_mode='floor'))", "((q / {n}).floor() {o} kv)",
-                           "((q / {n}).int() {o} (kv / {n}).int())", "((q & 4) {o} (kv & 4))", "((q | 3) {o} kv)", "(kv & {n} == 0)")
-                          ).replace("{n}", n).replace("{m}", m).replace("{o}", c.pick((">=", "==", "<=", "!=", "<", ">")))  # fmt: skip
+            return c.pick(("(q // {n} {o} kv // {m})", "(q // {n} * {n} {o} kv)", "((kv // {n}) * {m} {o} q)",
+                           "(q % {n} {o} kv % {n})",
+                           "(kv % {n} == 0)", "(kv % {n} < q % {n})", "(q >> 2 {o} kv >> 2)", "((q ^ kv) < {n})",
+                           "((q // {n}) % 2 {o} (kv // {n}) % 2)",
+                           "(torch.div(q, {n}, rounding_mode='floor') {o} torch.div(kv, {n}, rounding_mode='floor'))",
+                           "((q / {n}).floor() {o} kv)",
+                           "((q / {n}).int() {o} (kv / {n}).int())", "((q & 4) {o} (kv & 4))", "((q | 3) {o} kv)",
+                           "(kv & {n} == 0)")
+                          ).replace("{n}", n).replace("{m}", m).replace("{o}",
+                                                                        c.pick((">=", "==", "<=", "!=", "<",
+                                                                                ">")))  # fmt: skip
         if how == "length":
             x, _ = self.look_up(("b",))
             return self.compare(c.pick(("kv", "q", "kv", "kv + 1")), x, c.pick(("<", "<=", ">=")))
@@ -569,8 +607,10 @@ class Grammar:
             name = f"t{len(self.tables)}"
             self.lines.append(f"{name} = torch.tensor({cuts}, dtype=torch.{dtype})")
             self.tables[name] = ("i", "offsets")
-            part = c.pick(("({n} <= {v}).sum()", "torch.searchsorted({n}, {v}, right=True)", "torch.bucketize({v}, {n})",
-                           "({v} >= {n}).sum(-1)", "({n} > {v}).int().argmax()", "torch.count_nonzero({n} <= {v})", "({n} <= {v}).long().sum(0)"))  # fmt: skip
+            part = c.pick(("({n} <= {v}).sum()", "torch.searchsorted({n}, {v}, right=True)",
+                           "torch.bucketize({v}, {n})",
+                           "({v} >= {n}).sum(-1)", "({n} > {v}).int().argmax()", "torch.count_nonzero({n} <= {v})",
+                           "({n} <= {v}).long().sum(0)"))  # fmt: skip
             return self.compare(
                 part.format(n=name, v="q"), part.format(n=name, v="kv"), c.pick(("==", ">=", "<="))
             )
@@ -597,9 +637,12 @@ class Grammar:
                         f"({x} ^ {y})" if self.wild else f"({x} | {y})",
                     )
                 )
-            return c.pick((f"torch.logical_and({x}, {y})", f"torch.logical_or({x}, {y})", f"torch.logical_xor({x}, {y})", f"({x} * {y})",
-                           f"({x} == {y})", f"({x} != {y})", f"({x} <= {y})", f"({x} + {y})", f"{x}.logical_and({y})", f"torch.bitwise_or({x}, {y})",
-                           f"({x} > {y})", f"torch.minimum({x}, {y})", f"torch.stack([{x}, {y}]).any()", f"torch.all(torch.stack([{x}, {y}]))"))  # fmt: skip
+            return c.pick((f"torch.logical_and({x}, {y})", f"torch.logical_or({x}, {y})",
+                           f"torch.logical_xor({x}, {y})", f"({x} * {y})",
+                           f"({x} == {y})", f"({x} != {y})", f"({x} <= {y})", f"({x} + {y})", f"{x}.logical_and({y})",
+                           f"torch.bitwise_or({x}, {y})",
+                           f"({x} > {y})", f"torch.minimum({x}, {y})", f"torch.stack([{x}, {y}]).any()",
+                           f"torch.all(torch.stack([{x}, {y}]))"))  # fmt: skip
         if roll < 93:
             return c.pick(
                 (
@@ -644,7 +687,8 @@ class Grammar:
                 f"return {self.compare('x', 'y')} & {self.condition(depth - 1)}",
             ]
         if how == 4:
-            return [f"def inner(q, kv):\n        return {self.atom()}", f"return inner(q, kv) {c.pick('&|')} {c.pick(('inner(kv, q)', 'inner(q + 1, kv)', '~inner(q, kv - 1)', self.atom()))}"]  # fmt: skip
+            return [f"def inner(q, kv):\n        return {self.atom()}",
+                    f"return inner(q, kv) {c.pick('&|')} {c.pick(('inner(kv, q)', 'inner(q + 1, kv)', '~inner(q, kv - 1)', self.atom()))}"]  # fmt: skip
         if how == 5 and self.wild:
             return [f"x = {self.expression(('q',), 1)[0]}", f"x {c.pick(('+=', '-=', '*=', '//=', '%='))} {c.pick((self.positive(), 'q'))}",
                     f"return {self.compare('x', self.expression(('kv',), 1)[0])} {c.pick('&|')} {self.condition(depth - 1)}"]  # fmt: skip
@@ -742,24 +786,38 @@ class Grammar:
         n = c.pick((f, i, "0.125", "2", "-1", "0.5", "20.0", "30", "-0.25", "1", "0"))
         cap = c.pick(("2.0", "20", "5.0", "-3.0", "0.5", "50.0", n))
         usual = (
-            f"({x} * {n})", f"({n} * {x})", f"({x} / {c.pick((n, '2', '4.0', '-8'))})", f"({cap} * torch.tanh({x} / {cap}))", f"(torch.tanh({x} / {cap}) * {cap})",
-            f"({x} / {cap}).tanh() * {cap}", f"(-{x})", f"torch.neg({x})", f"torch.mul({x}, {n})", f"torch.div({x}, {cap})", f"({x} * 1)",
+            f"({x} * {n})", f"({n} * {x})", f"({x} / {c.pick((n, '2', '4.0', '-8'))})",
+            f"({cap} * torch.tanh({x} / {cap}))", f"(torch.tanh({x} / {cap}) * {cap})",
+            f"({x} / {cap}).tanh() * {cap}", f"(-{x})", f"torch.neg({x})", f"torch.mul({x}, {n})",
+            f"torch.div({x}, {cap})", f"({x} * 1)",
             f"torch.tanh({x})", f"(torch.tanh({x} * 0.5) * 2)", f"{x}.mul({n})", f"({x} + 0)", f"(math.sqrt(8) * {x})",
         )  # fmt: skip
         tab = self.table("batch", dtype=None)
         unusual = (
-            f"({x} + {n})", f"({n} - {x})", f"({x} * 2 // 3)", f"({x} + q - kv)", f"({x} - (q - kv))", f"({x} + q * 0.5)", f"({x} * (q >= kv))",
-            f"torch.where(q >= kv, {x}, -inf)", f"torch.where(q >= kv, {x}, {n})", f"torch.where({x} > 0, {x}, {n})", f"{x}.abs()", f"{x}.clamp(-2, 2)",
-            f"torch.clamp({x}, max={n})", f"{x}.relu()", f"({x} ** 2)", f"({x} ** 1)", f"{x}.to(torch.bfloat16)", f"{x}.half()", f"{x}.double()",
-            f"{x}.float()", f"({x} + {x})", f"({x} * {x})", f"({x} - {x})", f"({x} / {x})", f"torch.exp({x})", f"torch.sigmoid({x})", f"torch.add({x}, {n}, alpha=2)",
-            f"torch.sub({x}, {x}, alpha=3)", f"torch.add({x}, {x}, alpha=2)", f"torch.rsub({x}, {n})", f'torch.div({x}, 2, rounding_mode="floor")', f"({x} % 3)",
-            f"({x} + h)", f"({x} * (h + 1))", f"({x} * (b + 1))", f"({x} * {tab}[b])", f"({x} + {tab}[b])", f"({x} * torch.tensor({n}))", f"torch.maximum({x}, torch.tensor({n}))",
-            f"{x}.detach()", f"{x}.clone()", f"{x}.contiguous()", f"torch.nn.functional.softplus({x})", f"torch.nn.functional.hardtanh({x})", f"torch.nan_to_num({x})",
-            f"({x} - 0.1 * (q - kv).abs())", f"torch.round({x})", f"{x}.int()", f"({x} > 0)", f"torch.lerp({x}, {x}, 0.5)", f"{x}.masked_fill(q < kv, -inf)",
-            f"torch.where({x} == {x}, {x}, 0)", f"torch.pow({x}, 3)", f"{x}.sin()", f"torch.zeros_like({x})", f"({x} * 0.5 + {x} * 0.5)", f"{x}.square()",
-            f"(1 / {x})", f"({n} / {x})", f"torch.sign({x})", f"torch.addcmul({x}, {x}, {x})", f"({x} * True)", f"({x} * torch.tensor([{n}])[0])", f"torch.atan({x})",
-            f"({x} * np.float32(0.5))", f"{x}.type(torch.float32)", f"({x} if {cap} else -{x})", f"torch.true_divide({x}, {cap})", f"({x} * torch.ones(()))",
-            f"({x} * torch.tensor(0.5, dtype=torch.float64))", f"({x} * 1e30)", f"({x} * 1e-30)", f"(torch.tanh({x} / {cap}) * -{cap})", f"(torch.tanh({x} / {cap}) * 3.0)",
+            f"({x} + {n})", f"({n} - {x})", f"({x} * 2 // 3)", f"({x} + q - kv)", f"({x} - (q - kv))",
+            f"({x} + q * 0.5)", f"({x} * (q >= kv))",
+            f"torch.where(q >= kv, {x}, -inf)", f"torch.where(q >= kv, {x}, {n})", f"torch.where({x} > 0, {x}, {n})",
+            f"{x}.abs()", f"{x}.clamp(-2, 2)",
+            f"torch.clamp({x}, max={n})", f"{x}.relu()", f"({x} ** 2)", f"({x} ** 1)", f"{x}.to(torch.bfloat16)",
+            f"{x}.half()", f"{x}.double()",
+            f"{x}.float()", f"({x} + {x})", f"({x} * {x})", f"({x} - {x})", f"({x} / {x})", f"torch.exp({x})",
+            f"torch.sigmoid({x})", f"torch.add({x}, {n}, alpha=2)",
+            f"torch.sub({x}, {x}, alpha=3)", f"torch.add({x}, {x}, alpha=2)", f"torch.rsub({x}, {n})",
+            f'torch.div({x}, 2, rounding_mode="floor")', f"({x} % 3)",
+            f"({x} + h)", f"({x} * (h + 1))", f"({x} * (b + 1))", f"({x} * {tab}[b])", f"({x} + {tab}[b])",
+            f"({x} * torch.tensor({n}))", f"torch.maximum({x}, torch.tensor({n}))",
+            f"{x}.detach()", f"{x}.clone()", f"{x}.contiguous()", f"torch.nn.functional.softplus({x})",
+            f"torch.nn.functional.hardtanh({x})", f"torch.nan_to_num({x})",
+            f"({x} - 0.1 * (q - kv).abs())", f"torch.round({x})", f"{x}.int()", f"({x} > 0)",
+            f"torch.lerp({x}, {x}, 0.5)", f"{x}.masked_fill(q < kv, -inf)",
+            f"torch.where({x} == {x}, {x}, 0)", f"torch.pow({x}, 3)", f"{x}.sin()", f"torch.zeros_like({x})",
+            f"({x} * 0.5 + {x} * 0.5)", f"{x}.square()",
+            f"(1 / {x})", f"({n} / {x})", f"torch.sign({x})", f"torch.addcmul({x}, {x}, {x})", f"({x} * True)",
+            f"({x} * torch.tensor([{n}])[0])", f"torch.atan({x})",
+            f"({x} * np.float32(0.5))", f"{x}.type(torch.float32)", f"({x} if {cap} else -{x})",
+            f"torch.true_divide({x}, {cap})", f"({x} * torch.ones(()))",
+            f"({x} * torch.tensor(0.5, dtype=torch.float64))", f"({x} * 1e30)", f"({x} * 1e-30)",
+            f"(torch.tanh({x} / {cap}) * -{cap})", f"(torch.tanh({x} / {cap}) * 3.0)",
         )  # fmt: skip
         text = c.pick(usual if c.chance(65 - self.wild // 2) else unusual)
         return self.score(text, depth - 1) if depth > 0 else text
@@ -799,7 +857,8 @@ class Grammar:
                 f"def mask_mod(b, h, q, kv):\n    return {'q >= kv' if causal else 'kv < 5'}"
             )
         sizes = {"B": self.B, "H": self.H, "Q": self.Q, "K": self.K, "D": 16,
-                 "dtype": c.pick(("float32", "float32", "bfloat16", "float16")), "scale": c.pick((None, None, 1.0, 0.5, -0.5, 0.0))}  # fmt: skip
+                 "dtype": c.pick(("float32", "float32", "bfloat16", "float16")),
+                 "scale": c.pick((None, None, 1.0, 0.5, -0.5, 0.0))}  # fmt: skip
         return Program("score", "\n".join([*self.lines, *defs]) + "\n", sizes)
 
 
@@ -889,7 +948,8 @@ def judge(route, run, check):
         if refusal(error):
             return Verdict(route, "refused", one_line(error))
         if isinstance(error, SystemError) or "The shape of the mask" in str(error):
-            # A uint8 index is a mask for PyTorch: what it selects, and whether it warns, depends on all shapes around it.
+            # A uint8 index is a mask for PyTorch: what it selects, and whether it warns, depends on all shapes around
+            # it.
             return Verdict(route, "uint8 index", one_line(error))
         stock = ("Dynamo failed to run FX node", "InductorError", "all unwrapped values must be")
         text = f"{type(error).__name__}: {error}"
@@ -1011,16 +1071,19 @@ def _check_mask(mask_mod, program, routes, gradients, inner):
     dout = torch.randn(B, H, Q, D, generator=generator)
 
     if "lists" in routes:
-        yield judge("lists", lambda: magi_compile.create_block_mask(mask_mod, B, H, Q, K, device="cpu", BLOCK_SIZE=block),
-                    lambda got: same_lists(got, block_mask))  # fmt: skip
+        ours = functools.partial(
+            magi_compile.create_block_mask, mask_mod, B, H, Q, K, device="cpu", BLOCK_SIZE=block
+        )
+        yield judge("lists", ours, lambda got: same_lists(got, block_mask))
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     want = dense(*leaves, mask)
     want = [want.detach(), *torch.autograd.grad(want, leaves, dout.double())]
 
     if "eager" in routes:
-        yield judge("eager", lambda: run_with_gradients(lambda q, k, v: magi_compile.flex_attention(q, k, v, block_mask=block_mask),
-                                                        q, k, v, dout if gradients else None), lambda got: difference(got, want))  # fmt: skip
+        attend = functools.partial(magi_compile.flex_attention, block_mask=block_mask)
+        ours = functools.partial(run_with_gradients, attend, q, k, v, dout if gradients else None)
+        yield judge("eager", ours, lambda got: difference(got, want))
     if not any(route.startswith("compiled") for route in routes):
         return
 
@@ -1154,14 +1217,16 @@ def _check_score(module, program, routes, inner):
             unit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
             slack = 1.0 if name == "out" else max(1.0, *largest)  # weights are as exact as scores
             finite = y.isfinite()
-            # Scores and derivatives of hidden pairs that are inf or nan make gradients nan in PyTorch, and never in ours.
+            # Scores and derivatives of hidden pairs that are inf or nan make gradients nan in PyTorch, and never in
+            # ours.
             spares_hidden = name != "out" and mask is not None and not bool(mask.all())
             if spares_hidden and not (finite & ~x.float().isfinite()).any():
                 pass
             elif not torch.equal(x.float().isfinite(), z.float().isfinite()) and not torch.equal(
                 x.float().isfinite(), finite
             ):
-                return f"{name}: {int((~x.float().isfinite()).sum())} not finite, PyTorch has {int((~finite).sum())} of {y.numel()}"
+                ours, theirs = int((~x.float().isfinite()).sum()), int((~finite).sum())
+                return f"{name}: {ours} not finite, PyTorch has {theirs} of {y.numel()}"
             size = y[finite].abs().max().item() if finite.any() else 0.0
             both = finite & x.float().isfinite()
             error = (x.float() - y)[both].abs().max().item() if both.any() else 0.0

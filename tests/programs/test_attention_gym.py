@@ -1,5 +1,5 @@
-"""Every mask_mod and score_mod of attention-gym is right, and runs as docs/published.md says; every second one by default, where
-PyTorch's own examples and the masks of `magi-bench mods` are others of their kind."""
+"""Every mask_mod and score_mod of attention-gym is right, and runs as docs/published.md says; every second one by
+default, where PyTorch's own examples and the masks of `magi-bench mods` are others of their kind."""
 
 import pytest
 

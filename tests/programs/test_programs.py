@@ -1,5 +1,5 @@
-"""What users write around a compiled model computes what dense attention does: each program in a process that has run nothing
-else, or behind others that leave nothing behind."""
+"""What users write around a compiled model computes what dense attention does: each program in a process that has run
+nothing else, or behind others that leave nothing behind."""
 
 import os
 import subprocess

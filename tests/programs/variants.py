@@ -1,7 +1,8 @@
-"""Attention variants that others have published, and what becomes of them: which way each runs, and whether it is right.
+"""Attention variants that others have published, and what becomes of them: which way each runs,
+and whether it is right.
 
-A variant is a mask_mod, a score_mod or both, as its authors wrote them. It is compared with dense attention in fp64, output
-and all gradients, with its BlockMask made inside of the compiled function and outside of it.
+A variant is a mask_mod, a score_mod or both, as its authors wrote them. It is compared with dense attention in fp64,
+output and all gradients, with its BlockMask made inside of the compiled function and outside of it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Variant:
         return create_block_mask(self.mask_mod, self.batch, self.heads, *self.lengths, device="cpu")
 
     def attend(self) -> Callable[..., list[Tensor]]:
-        """Attention under a BlockMask that is there already, and under one that is made where it runs, unless the authors make it."""
+        """Attention under a BlockMask that is there already, and under one that is made where it runs,
+        unless the authors make it."""
         there = self.make_block_mask()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -201,7 +203,8 @@ def check(variant: Variant, backend: Any = "magi") -> Outcome:
 
 
 def _check_refused(attend: Callable[..., list[Tensor]], tensors: Any, truth: Truth) -> None:
-    """FlexAttention runs it, which has no gradients on a CPU; Inductor has code for few of them there, so eager code runs around it."""
+    """FlexAttention runs it, which has no gradients on a CPU; Inductor has code for few of them there,
+    so eager code runs around it."""
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend=magi_compile.make_backend(inner="eager"))
     for out in compiled(*(x.detach() for x in tensors)):
@@ -238,6 +241,7 @@ def print_tables(tables: dict[str, list[Variant]]) -> None:
 
 
 def assert_as_documented(variant: Variant) -> None:
-    """Right, and in a table of docs/published.md as it ran; without Inductor, whose compilers take longer than all the rest."""
+    """Right, and in a table of docs/published.md as it ran; without Inductor,
+    whose compilers take longer than all the rest."""
     line = row(variant, check(variant, magi_compile.make_backend(inner="eager")))
     assert line in DOCUMENT.read_text().splitlines(), f"not in {DOCUMENT}:\n{line}"

@@ -162,8 +162,9 @@ def results(attend, tensors, captures):
 
 
 def assert_as_good_as_plain(ours, make, tensors, captures, visible):
-    """At most twice the error of plain PyTorch in the same dtype, and some rounding steps more: in fp32 for sums in another order, in
-    other dtypes for the inputs and the result, since sums are in fp32. Dtypes are those of the inputs."""
+    """At most twice the error of plain PyTorch in the same dtype, and some rounding steps more: in fp32 for sums in
+    another order, in other dtypes for the inputs and the result, since sums are in fp32. Dtypes are those of the
+    inputs."""
     plain = _dense_results(make, tensors, captures, visible)
     exact = _dense_results(make, _exact(tensors), _exact(captures), visible)
     assert len(ours) == len(exact)

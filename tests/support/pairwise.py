@@ -12,7 +12,8 @@ import pytest
 def pairwise(*axes: Iterable[Any], others_are_slow: bool = False) -> list[Any]:
     """Some of `itertools.product(*axes)`, in its order: every value of an axis meets every value of every other axis.
 
-    What goes wrong where two values meet is found; what three values need together may be missed. The same in every run.
+    What goes wrong where two values meet is found; what three values need together may be missed. The same in every
+    run.
 
     Args:
         axes: the values of each parameter, two axes or more.

@@ -1,4 +1,5 @@
-"""The packed kernels inside PyTorch, FlashAttention 2 and cuDNN, by the ATen operators that `varlen_attn` is made of."""
+"""The packed kernels inside PyTorch, FlashAttention 2 and cuDNN,
+by the ATen operators that `varlen_attn` is made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`scaled_dot_product_attention` with one backend at a time: is_causal where that is the mask, a dense mask elsewhere."""
+"""`scaled_dot_product_attention` with one backend at a time: is_causal where that is the mask,
+a dense mask elsewhere."""
 
 from __future__ import annotations
 

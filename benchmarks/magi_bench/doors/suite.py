@@ -1,4 +1,5 @@
-"""`magi-bench doors`: every attention of a framework proves itself right on a small input, then all take turns at the full length."""
+"""`magi-bench doors`: every attention of a framework proves itself right on a small input,
+then all take turns at the full length."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class Problem:
         gate: the same with a small input; None for that itself.
 
     Attributes:
-        agreed: what the first attention that was right gives, and whose it is; of the small input, that of transformers' own eager
-            attention.
+        agreed: what the first attention that was right gives, and whose it is; of the small input, that of
+            transformers' own eager attention.
     """
 
     def __init__(
@@ -120,10 +121,14 @@ class Doors(runner.Suite):
 
     title = "Training steps of other frameworks' models"
     notes = (
-        "A step is forward, loss and backward on a pack of causal documents, other ones in every step. Of transformers: medians of "
-        "wall time over rounds in which attentions take turns; ratios are to ours, above 1 where ours is faster; MFU is the model's "
-        "FLOPs, without what is computed again, over the rate of a large matmul in the same run; graphs are those of the first step, "
-        "recompilations those of all later ones; peak memory is that of PyTorch's allocator, weights and gradients included. Of "
+        "A step is forward, loss and backward on a pack of causal documents, other ones in every "
+        "step. Of transformers: medians of "
+        "wall time over rounds in which attentions take turns; ratios are to ours, above 1 where "
+        "ours is faster; MFU is the model's "
+        "FLOPs, without what is computed again, over the rate of a large matmul in the same run; "
+        "graphs are those of the first step, "
+        "recompilations those of all later ones; peak memory is that of PyTorch's allocator, "
+        "weights and gradients included. Of "
         "torchtitan: its own log, the median of the last steps, with its optimizer, its MFU and its memory."
     )
     has_peak = True
@@ -207,8 +212,8 @@ def case_of(settings: Settings, framework: str, tokens: int, **more: Any) -> Cas
 
 
 def model_flops(settings: Settings, tokens: int) -> float:
-    """Of forward and backward: 6 for each weight of a matrix and token, 12 for each visible pair, head and its dimension;
-    without what is computed again. The pairs are those of the first pack."""
+    """Of forward and backward: 6 for each weight of a matrix and token, 12 for each visible pair, head and its
+    dimension; without what is computed again. The pairs are those of the first pack."""
     dim, kv_dim = settings.dim, settings.nheads_kv * settings.head_dim
     layer = 2 * dim * dim + 2 * dim * kv_dim + 3 * dim * settings.ffn_dim
     weights = settings.train_layers * layer + dim * settings.vocab
@@ -220,7 +225,8 @@ def model_flops(settings: Settings, tokens: int) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option of the command."""
     parser.description = (
-        "Training steps of a Llama of transformers and of torchtitan with each of their attentions, random weights, packed "
+        "Training steps of a Llama of transformers and of torchtitan with each of their "
+        "attentions, random weights, packed "
         "documents. Compiling takes most of the time: on a GPU about half a minute for each attention and length."
     )
     count = arguments.count

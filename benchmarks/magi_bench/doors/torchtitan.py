@@ -1,4 +1,5 @@
-"""A rank of torchtitan's trainer, with a Llama 3 of a few layers on synthetic packed documents; started by `torchtitan_runs`.
+"""A rank of torchtitan's trainer, with a Llama 3 of a few layers on synthetic packed documents;
+started by `torchtitan_runs`.
 
 torchrun ... -m magi_bench.doors.torchtitan RUN.json RESULT.json
 """

@@ -88,7 +88,8 @@ def rows(
 
 
 def records_graphs(attention: str, ranks: int) -> bool:
-    """Whether a step can be a CUDA graph: varlen has none in torchtitan, and our context parallelism plans on the host."""
+    """Whether a step can be a CUDA graph: varlen has none in torchtitan,
+    and our context parallelism plans on the host."""
     return attention == "flex" or (attention == "magi" and ranks == 1)
 
 
@@ -127,7 +128,8 @@ def train(
 
 
 def failure_in(text: str) -> Row:
-    """The outcome of a run that ended without a result: the last exception that its output names, but for torchrun's own."""
+    """The outcome of a run that ended without a result: the last exception that its output names,
+    but for torchrun's own."""
     raised = [
         line.split("]: ", 1)[-1].strip()
         for line in text.splitlines()

@@ -1,7 +1,7 @@
 """Cases whose contenders are timed round by round in one process, in another order each round.
 
-A card at its power limit remembers who ran before, so that what always comes first is faster: contenders that differ by few
-percent are compared like this. A contender that crashes ends the run, and memory and time limits hold for nobody.
+A card at its power limit remembers who ran before, so that what always comes first is faster: contenders that differ by
+few percent are compared like this. A contender that crashes ends the run, and memory and time limits hold for nobody.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ def inputs_of(settings: Settings, tokens: int) -> Inputs:
 
 
 class Leaves(NamedTuple):
-    """What a call takes, with or without gradients, and the gradient of its out; attention's `[1, heads, tokens, head_dim]`.
+    """What a call takes, with or without gradients, and the gradient of its out; attention's
+    `[1, heads, tokens, head_dim]`.
 
     Attributes:
         q: queries.

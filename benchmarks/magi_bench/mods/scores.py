@@ -39,7 +39,8 @@ def relative_bias(place: Place) -> Made:
 def t5_buckets(place: Place) -> Made:
     """A learned bias of each head and bucket of distances, wider the further away; documents, causal.
 
-    Distances are counted from a half, so that none lies on the edge of a bucket, where the last bit of a logarithm decides.
+    Distances are counted from a half, so that none lies on the edge of a bucket, where the last bit of a logarithm
+    decides.
     """
     near = BUCKETS // 2
     wide = near / math.log(FARTHEST / near)

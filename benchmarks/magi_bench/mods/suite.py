@@ -20,22 +20,25 @@ from magi_compile.kernels.select import KERNELS
 # A minute on two cores of a CPU, most of it compilation.
 QUICK_MODS = ["documents", "window_by_head", "block_lists", "relative_bias", "latent_positions"]
 QUICK = {"tokens": [512], "heads": "4:2", "head_dim": 32, "rounds": 3, "turn_ms": 5.0}
-DESCRIPTION = """Attention with mask_mods and score_mods as users of FlexAttention write them, host included: ours beside FlexAttention, in
-turns. Most of the time is compilation: each mod, pass and contender compiles a graph. Exits with 1 if ours was wrong or raised."""
+DESCRIPTION = """Attention with mask_mods and score_mods as users of FlexAttention write them, host included: ours
+beside FlexAttention, in turns. Most of the time is compilation: each mod, pass and contender compiles a graph. Exits
+with 1 if ours was wrong or raised."""
 MASKS = {
     False: "BlockMasks are made before, by PyTorch, and ours is derived from them in the first call.",
     True: "Every call makes its BlockMask, in the function that is compiled.",
 }
 NOTES = (
-    "Times are of a call, host included: medians over rounds in which contenders take turns. {masks} Ratios are to the first of ours, "
-    "above 1 where ours is faster. A mask goes to kernels by intervals of keys, by blocks of bits, or, on a CPU, as its data decide."
+    "Times are of a call, host included: medians over rounds in which contenders take turns. "
+    "{masks} Ratios are to the first of ours, "
+    "above 1 where ours is faster. A mask goes to kernels by intervals of keys, by blocks of "
+    "bits, or, on a CPU, as its data decide."
 )
 PASSES = {"fwd": "Forward", "fwdbwd": "Forward, backward"}
 
 
 class Mods(runner.Suite):
-    """Every mod beside FlexAttention. Every contender compiles a function of its own for each mod and pass, so none sees what
-    another compiled."""
+    """Every mod beside FlexAttention. Every contender compiles a function of its own for each mod and pass, so none
+    sees what another compiled."""
 
     title = "mask_mods and score_mods beside FlexAttention"
     counts_work = True

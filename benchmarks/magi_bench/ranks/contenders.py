@@ -1,4 +1,5 @@
-"""Who takes part: ours, PyTorch's own context parallelism, all-to-all over heads, and a rank that has nobody beside it."""
+"""Who takes part: ours, PyTorch's own context parallelism, all-to-all over heads,
+and a rank that has nobody beside it."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ class Spread(NamedTuple):
 
 
 class RanksContender(Contender):
-    """A way to run the attention of a sequence over ranks; if it `is_alone`, every rank has a sequence of its own, as long as its
-    tokens."""
+    """A way to run the attention of a sequence over ranks; if it `is_alone`, every rank has a sequence of its own, as
+    long as its tokens."""
 
     _positions: Tensor
 
@@ -133,7 +134,8 @@ class OneRank(RanksContender):
 
 
 class TorchContextParallel(RanksContender):
-    """FlexAttention over gathered keys and values, as PyTorch's style of context parallelism has it, in one compiled graph."""
+    """FlexAttention over gathered keys and values, as PyTorch's style of context parallelism has it,
+    in one compiled graph."""
 
     name = "torch"
     label = "PyTorch's context parallelism, FlexAttention"
@@ -207,7 +209,8 @@ class RoundRobin(TorchContextParallel):
 
 
 class Ulysses(RanksContender):
-    """All-to-all: a rank gets all tokens of some heads, attends by itself, and the output goes back. Tokens are in order."""
+    """All-to-all: a rank gets all tokens of some heads, attends by itself, and the output goes back.
+    Tokens are in order."""
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
         nheads, size = problem.settings.nheads_kv, problem.world.size
@@ -279,7 +282,8 @@ CONTENDERS: tuple[type[RanksContender], ...] = (
 
 
 class Exchange(torch.autograd.Function):
-    """`x [ranks, ...]`: part i goes to rank i; part i of the result comes from it. The gradient goes the same way back."""
+    """`x [ranks, ...]`: part i goes to rank i; part i of the result comes from it.
+    The gradient goes the same way back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -334,7 +338,8 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
 
 
 def positions_by(balancer: Any, problem: Problem) -> Tensor:
-    """Which tokens this rank has: its part of the permutation of one of PyTorch's load balancers, or of the sequence."""
+    """Which tokens this rank has: its part of the permutation of one of PyTorch's load balancers,
+    or of the sequence."""
     world = problem.world
     order = torch.arange(problem.total, device=world.device)
     if balancer is not None:

@@ -1,7 +1,8 @@
 """A step of a small Llama whose tokens are spread over ranks: ours, and PyTorch's context parallelism.
 
-A step spreads a batch of new packed documents, runs forward, loss and backward, and adds the gradients up over ranks. Ours plans
-the batch's mask in it; PyTorch's BlockMask is made before. Weights are the same on all ranks, and nothing is sharded but tokens.
+A step spreads a batch of new packed documents, runs forward, loss and backward, and adds the gradients up over ranks.
+Ours plans the batch's mask in it; PyTorch's BlockMask is made before. Weights are the same on all ranks, and nothing is
+sharded but tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ MODEL = "model"
 
 
 class Spread(NamedTuple):
-    """What a rank has of a batch: `[1, S / ranks]` tokens and targets, a mask for FlexAttention, positions of the tokens."""
+    """What a rank has of a batch: `[1, S / ranks]` tokens and targets, a mask for FlexAttention,
+    positions of the tokens."""
 
     tokens: Tensor
     targets: Tensor

@@ -24,7 +24,8 @@ class Truth(NamedTuple):
 
     Attributes:
         exact: in fp64.
-        allowed: the relative error of each: twice that of plain PyTorch in the dtype of the inputs, and one rounding step.
+        allowed: the relative error of each: twice that of plain PyTorch in the dtype of the inputs, and one rounding
+            step.
     """
 
     exact: list[Tensor]
@@ -74,7 +75,8 @@ class Problem:
         return Truth(exact, {name: 2 * error + step for name, error in errors.items()})
 
     def check(self, results: Sequence[Tensor], positions: Tensor) -> Check:
-        """Holds `results`, packed, of the tokens `positions` of this rank, to the truth; the same answer on all ranks."""
+        """Holds `results`, packed, of the tokens `positions` of this rank, to the truth;
+        the same answer on all ranks."""
         kept = self._heads
         errors = {}
         for name, x, truth in zip(RESULTS, results, self.truth.exact, strict=False):

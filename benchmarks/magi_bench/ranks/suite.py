@@ -35,11 +35,11 @@ QUICK = {
     "vocab": 256,
     "train_layers": 2,
 }
-DESCRIPTION = """Attention across ranks, host included: ours, PyTorch's context parallelism, all-to-all over heads, one rank alone.
-Starts its own processes, or takes those that torchrun has started. Time goes into compilation: a mask, a length and a pass cost
-FlexAttention's contenders a graph each (on two cores of a CPU 10 to 40 s, and on a GPU seconds), the BlockMask of PyTorch's
-context parallelism another; ours and `one-rank` compile their CUDA kernels once. --seconds begins nothing that would end later,
-judging by what a contender took before."""
+DESCRIPTION = """Attention across ranks, host included: ours, PyTorch's context parallelism, all-to-all over heads,
+one rank alone. Starts its own processes, or takes those that torchrun has started. Time goes into compilation: a
+mask, a length and a pass cost FlexAttention's contenders a graph each (on two cores of a CPU 10 to 40 s, and on a GPU
+seconds), the BlockMask of PyTorch's context parallelism another; ours and `one-rank` compile their CUDA kernels once.
+--seconds begins nothing that would end later, judging by what a contender took before."""
 PASSES = {"fwd": "Forward", "fwdbwd": "Forward, backward"}
 
 
@@ -48,11 +48,16 @@ class Ranks(runner.Suite):
 
     title = "Attention across ranks"
     notes = (
-        "Times are of the slowest rank, host included: medians over rounds in which contenders take turns. Ratios are to ours, above "
-        "1 where ours is faster. TFLOP/s are of a rank, by the mean visible area of its queries. Received is what the rank that "
-        "receives most gets from others in a call: of ours counted from the plan, of the others from shapes. Peak memory is what "
-        "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric memory are not in it. A call of the "
-        "model spreads a batch of new documents, and ours plans their mask in it, while PyTorch's BlockMask is made before; with a "
+        "Times are of the slowest rank, host included: medians over rounds in which contenders "
+        "take turns. Ratios are to ours, above "
+        "1 where ours is faster. TFLOP/s are of a rank, by the mean visible area of its queries. "
+        "Received is what the rank that "
+        "receives most gets from others in a call: of ours counted from the plan, of the others "
+        "from shapes. Peak memory is what "
+        "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric "
+        "memory are not in it. A call of the "
+        "model spreads a batch of new documents, and ours plans their mask in it, while PyTorch's "
+        "BlockMask is made before; with a "
         "backward it adds the gradients up over ranks."
     )
     has_peak = True

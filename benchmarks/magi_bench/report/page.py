@@ -255,7 +255,8 @@ def _absent(results: Results) -> str:
 def _provenance(results: Results) -> str:
     text = (
         "FLOPs are 4 x visible pairs x query heads x head_dim forward and 2.5 times that backward, for every "
-        "contender; where v has a head_dim of its own, two and five matrix products with theirs. All contenders of a case get the same random inputs and a mask derived from the same slices."
+        "contender; where v has a head_dim of its own, two and five matrix products with theirs. "
+        "All contenders of a case get the same random inputs and a mask derived from the same slices."
     )
     facts = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in tables.facts(results)

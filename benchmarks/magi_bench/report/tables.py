@@ -242,7 +242,8 @@ def _mebibytes(value: float) -> str:
     return f"{value / 2**20:,.1f}"
 
 
-#: What a row may have beside its time, by field, of a pass or of the row: the title of its column, and how it is written.
+#: What a row may have beside its time, by field, of a pass or of the row: the title of its column, and how it is
+#: written.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "layer_ms": ("ms a layer", "{:.3f}".format),
     "ratio": ("ratio", "{:.3f}".format),

@@ -1,4 +1,5 @@
-"""Rows of `step`, `mods`, `ranks`, `doors` and `trees` as they were written until 2026-11: a JSON file with a context and flat rows."""
+"""Rows of `step`, `mods`, `ranks`, `doors` and `trees` as they were written until 2026-11:
+a JSON file with a context and flat rows."""
 
 from __future__ import annotations
 

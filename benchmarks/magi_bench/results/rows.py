@@ -1,7 +1,7 @@
 """Results on disk: JSON lines, appended as they come. A "run" record says where the rows behind it come from.
 
-A row is one contender on one case: `run`, `key`, `contender`, `label`, `is_ours`, `case`, `status` with a `reason` unless it is
-"ok", `gate`, and `passes` with what was measured by pass. docs/benchmark.md has all fields.
+A row is one contender on one case: `run`, `key`, `contender`, `label`, `is_ours`, `case`, `status` with a `reason`
+unless it is "ok", `gate`, and `passes` with what was measured by pass. docs/benchmark.md has all fields.
 """
 
 from __future__ import annotations

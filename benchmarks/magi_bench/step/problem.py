@@ -30,9 +30,9 @@ class Way(NamedTuple):
         name: on the command line and in result files.
         group: a name in `suite.GROUPS`.
         label: in reports.
-        mask: who makes the mask: "pytorch" or "magi" (`create_block_mask`, outside of the graph and of the time), "graph"
-            (PyTorch's `create_block_mask` inside of the compiled function), "at hand" (each contender's own form), or
-            "measured" (making it is what is measured).
+        mask: who makes the mask: "pytorch" or "magi" (`create_block_mask`, outside of the graph and of the time),
+            "graph" (PyTorch's `create_block_mask` inside of the compiled function), "at hand" (each contender's own
+            form), or "measured" (making it is what is measured).
         is_new: other documents, and so another mask, in every call.
         mode: torch.compile's.
     """

@@ -69,7 +69,8 @@ class Step(runner.Suite):
 
     title = "Wall time of attention and of training steps"
     notes = (
-        "Milliseconds, host included: medians over rounds in which contenders take turns. Ratios are to ours, above 1 where ours is "
+        "Milliseconds, host included: medians over rounds in which contenders take turns. Ratios "
+        "are to ours, above 1 where ours is "
         "faster."
     )
     counts_work = True

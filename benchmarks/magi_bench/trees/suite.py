@@ -31,12 +31,14 @@ PREPARE_LIMIT_S, TURN_LIMIT_S = 180.0, 60.0
 TOLERANCE = 0.03  # between fingerprints of results: trees round and add up in other orders
 PASSES = ("fwd", "bwd")
 QUICK = {"tokens": [128], "heads": ["2:1"], "head_dim": 16, "rounds": 2, "masks": ["causal"]}
-DESCRIPTION = """The kernels of several trees of this package, interleaved on one device: whether a change costs speed, and what a
-feature gives (patch it out of a copy). A tree is a folder that holds `magi_compile` and `csrc`, such as a git worktree. Each has
-its own process and compiles its own kernels."""
+DESCRIPTION = """The kernels of several trees of this package, interleaved on one device: whether a change costs
+speed, and what a feature gives (patch it out of a copy). A tree is a folder that holds `magi_compile` and `csrc`,
+such as a git worktree. Each has its own process and compiles its own kernels."""
 NOTES = (
-    "Each tree is a process, and all share one device. In every round each times one turn of calls, every other round in reverse; "
-    "times are medians over rounds. On a GPU calls wait behind a spinning kernel, so the host takes no part. Ratios are times of a tree, of "
+    "Each tree is a process, and all share one device. In every round each times one turn of "
+    "calls, every other round in reverse; "
+    "times are medians over rounds. On a GPU calls wait behind a spinning kernel, so the host "
+    "takes no part. Ratios are times of a tree, of "
     "that of the first: above 1 the first is faster."
 )
 

@@ -68,9 +68,9 @@ class Call:
 
 
 def fingerprint(x: Tensor) -> list[float]:
-    """Two numbers for each head and each `BLOCK_ROWS` rows of `[rows, heads, columns]`: the logarithm of the mean size, and a sum with
-    random signs, in units of what numbers of that size add up to. A wrong row changes the sum by about 0.09, other rounding by some
-    thousandths."""
+    """Two numbers for each head and each `BLOCK_ROWS` rows of `[rows, heads, columns]`: the logarithm of the mean size,
+    and a sum with random signs, in units of what numbers of that size add up to. A wrong row changes the sum by about
+    0.09, other rounding by some thousandths."""
     signs = torch.Generator(x.device).manual_seed(0)
     sizes, sums = [], []
     # Sums of rounding errors alone say nothing.

@@ -116,9 +116,9 @@ class Llama(nn.Module):
     """The loss is the cross-entropy of the next token, in nats; embedding and output share their weights.
 
     Without a `mask` it is built in here, in the graph, which is where both backends like it best. Document lengths in
-    its place stand for attention without FlexAttention. Of tokens that are spread over ranks, `positions` says where in the
-    sequence each one is, and the loss is this rank's share: the sum over its own labels, divided by the `num_labels` of the
-    whole sequence.
+    its place stand for attention without FlexAttention. Of tokens that are spread over ranks, `positions` says where in
+    the sequence each one is, and the loss is this rank's share: the sum over its own labels, divided by the
+    `num_labels` of the whole sequence.
     """
 
     frequencies: Tensor

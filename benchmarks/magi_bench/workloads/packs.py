@@ -15,7 +15,8 @@ IGNORED = -1
 
 
 class Pack(NamedTuple):
-    """`[1, S]` tokens and targets, `IGNORED` behind a document's last token; `[S]` the document of each; their lengths."""
+    """`[1, S]` tokens and targets, `IGNORED` behind a document's last token; `[S]` the document of each;
+    their lengths."""
 
     tokens: Tensor
     targets: Tensor

@@ -24,7 +24,8 @@ MASKS = (*NAMED_MASKS, *SPARSE_MASKS)
 
 
 class Inputs(NamedTuple):
-    """Standard normal `[seqlen, nheads, head_dim]`; v and dout have that of v. Sparse cases keep the tokens of a head together in memory."""
+    """Standard normal `[seqlen, nheads, head_dim]`; v and dout have that of v.
+    Sparse cases keep the tokens of a head together in memory."""
 
     q: Tensor
     k: Tensor
@@ -106,7 +107,8 @@ class Workload:
 
 
 def cost(case: Case) -> float:
-    """Visible pairs of all query heads, times head_dim: what the time of a case goes with. Sparse masks are not drawn."""
+    """Visible pairs of all query heads, times head_dim: what the time of a case goes with.
+    Sparse masks are not drawn."""
     if case.mask in SPARSE_MASKS:
         return case.density * case.seqlen**2 * case.nheads_q * case.head_dim
     return build(case).pairs * case.head_dim

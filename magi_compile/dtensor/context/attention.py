@@ -1,10 +1,10 @@
 """Inside of a block of code every attention that a model calls runs over all ranks.
 
-A torch function mode sees every attention that the model calls, in eager code and while Dynamo traces, where it becomes our op in
-the graph; Dynamo's guards have the mode among them, so that what was compiled inside does not run outside, nor the other way round.
-Modes are put aside in a backward and in the graphs of checkpoints, so `torch.nn.functional`, FlexAttention and our own functions have
-a replacement for the length of the block as well. Attention that nobody knows how to spread is an error: over a rank's own tokens
-alone it would be a wrong number.
+A torch function mode sees every attention that the model calls, in eager code and while Dynamo traces, where it becomes
+our op in the graph; Dynamo's guards have the mode among them, so that what was compiled inside does not run outside,
+nor the other way round. Modes are put aside in a backward and in the graphs of checkpoints, so `torch.nn.functional`,
+FlexAttention and our own functions have a replacement for the length of the block as well. Attention that nobody knows
+how to spread is an error: over a rank's own tokens alone it would be a wrong number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _SDPA = F.scaled_dot_product_attention
 # What attention over all ranks is made of.
 _OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
 _OF_OURS = ("cp_attention", _OF_CPUS, f"{_OF_CPUS}_backward")
-# What may be attention by another name: functions and custom ops, not the methods and functions of PyTorch that are written in C++.
+# What may be attention by another name: functions and custom ops, not the methods and functions of PyTorch that are
+# written in C++.
 _FUNCTIONS = (FunctionType, *_compat.types_of_ops())
 
 
@@ -118,8 +119,9 @@ def _refusal(what: str) -> str:
     )
 
 
-# Dynamo compares objects that it finds in two places once, when it traces. So that a graph does not go on with the mask of another plan,
-# each place has a tensor of its own with the plan's digest, and an op holds them against each other when the graph runs.
+# Dynamo compares objects that it finds in two places once, when it traces. So that a graph does not go on with the mask
+# of another plan, each place has a tensor of its own with the plan's digest, and an op holds them against each other
+# when the graph runs.
 
 
 def _digests(plans: Sequence[SequencePlan]) -> Tensor | None:
@@ -129,7 +131,8 @@ def _digests(plans: Sequence[SequencePlan]) -> Tensor | None:
 def _plan_of_block(meta: Tensor, own: Tensor, around: Tensor) -> Tensor:
     if not bool((own == around).any()):
         raise ValueError(
-            "attention inside context_parallel must have the mask of that context_parallel, got the `block_mask` or the `slices` "
+            "attention inside context_parallel must have the mask of that context_parallel, got the "
+            "`block_mask` or the `slices` "
             "of another plan; use those of `with context_parallel(...) as plan`"
         )
     return meta.clone()
@@ -204,7 +207,8 @@ def _flex_operator(
 
 _OTHER_MASK = (
     "`block_mask` must be the one that context_parallel was given as `mask`, or the `block_mask` of its plan "
-    "(`with context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one that is made for the tokens of a "
+    "(`with context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one "
+    "that is made for the tokens of a "
     "rank, or none, would be another mask"
 )
 
@@ -258,7 +262,8 @@ def _flex_flash_attention(
         mask = slices
     elif torch.compiler.is_compiling() or (planned := _alike_of(slices, plans)) is None:
         raise ValueError(
-            "`slices` must be plan.slices inside `with context_parallel(mesh, mask=...) as plan` (in eager code also the slices that "
+            "`slices` must be plan.slices inside `with context_parallel(mesh, mask=...) as plan` (in "
+            "eager code also the slices that "
             "were given as its `mask`), got others"
         )
     else:
@@ -282,7 +287,8 @@ def _sdpa(
         raise NotImplementedError(_refusal("`scaled_dot_product_attention` without a plan"))
     if attn_mask is not None:
         raise ValueError(
-            "`attn_mask` must be None inside context_parallel, whose `mask` covers the whole sequence; for masks other than causal "
+            "`attn_mask` must be None inside context_parallel, whose `mask` covers the whole "
+            "sequence; for masks other than causal "
             "and full ones call flex_attention or SequencePlan.attention"
         )
     if dropout_p != 0.0:
@@ -292,12 +298,14 @@ def _sdpa(
     fitting = [x for x in plans if (x.is_causal if is_causal else x.is_full)]
     if not fitting and is_causal:
         raise ValueError(
-            "`is_causal` must be False: the mask of context_parallel is not causal over the whole sequence; call flex_attention or "
+            "`is_causal` must be False: the mask of context_parallel is not causal over the whole "
+            "sequence; call flex_attention or "
             "SequencePlan.attention with that mask"
         )
     if not fitting:
         raise ValueError(
-            "`is_causal` must be True, or the mask of context_parallel full: without it attention covers all tokens, and that mask "
+            "`is_causal` must be True, or the mask of context_parallel full: without it attention "
+            "covers all tokens, and that mask "
             "does not; for other masks call flex_attention or SequencePlan.attention"
         )
     if query.ndim != 4:
@@ -317,7 +325,8 @@ def _of_lengths(plans: Sequence[SequencePlan], query: Tensor, key: Tensor) -> Se
         plans = [x for x in plans if (x.seqlen_local, x.keys.seqlen_local) == lengths]
     if len(plans) != 1:
         raise ValueError(
-            f"`key` must have a length that says which of the masks is meant, got {key.shape[2]} for {query.shape[2]} queries, which "
+            f"`key` must have a length that says which of the masks is meant, got {key.shape[2]} for "
+            f"{query.shape[2]} queries, which "
             f"{len(plans)} of them have; call flex_attention with the mask itself, or SequencePlan.attention"
         )
     return plans[0]
@@ -358,7 +367,8 @@ def spread_attention(plans: Sequence[SequencePlan]) -> Iterator[None]:
     with _compat.outside_of_modes():
         digests, mode = _digests(plans), SpreadAttention(plans)
 
-    # Where the mode is not: in layers that run again in a backward, and in what Dynamo makes a graph of its own, as checkpoints.
+    # Where the mode is not: in layers that run again in a backward, and in what Dynamo makes a graph of its own, as
+    # checkpoints.
     def flex_operator(*args: Any) -> Any:
         if _compat.has_torch_function_mode():
             return _FLEX(*args)

@@ -39,18 +39,19 @@ def context_parallel(
 
     The contract is that of `torch.distributed.tensor.experimental.context_parallel`, for any mask. Inside,
     `flex_attention` (PyTorch's and `magi_compile`'s) and `scaled_dot_product_attention` take `[B, H, seqlen_local, D]`,
-    `flex_flash_attention` takes `[seqlen_local, H, D]`, in eager code and under torch.compile with any backend. Call the compiled
-    function inside the block, and run the backward inside too, since checkpointed layers run again in it. Any other attention
-    raises. All ranks do everything together.
+    `flex_flash_attention` takes `[seqlen_local, H, D]`, in eager code and under torch.compile with any backend. Call
+    the compiled function inside the block, and run the backward inside too, since checkpointed layers run again in it.
+    Any other attention raises. All ranks do everything together.
 
     Args:
         mesh: the ranks: a mesh of one dimension or a process group.
-        mask: the mask of the whole sequence, as in `plan`, or a plan; None is causal. A BlockMask describes this rank's tokens inside
-            the block, as `buffers` do, so the model keeps using it. For layers with different masks, a list or dict of masks, or of
-            plans from `plan(masks=...)`; for cross attention also the plans of the sequence that the keys are.
-        buffers: tensors over the whole sequence, such as tokens, positions and shifted labels; not parameters. Inside they hold this
-            rank's tokens, in new memory. Afterwards they are restored, also after an exception. Where queries and keys are two sequences,
-            the length of a buffer says which one it covers.
+        mask: the mask of the whole sequence, as in `plan`, or a plan; None is causal. A BlockMask describes this rank's
+            tokens inside the block, as `buffers` do, so the model keeps using it. For layers with different masks, a
+            list or dict of masks, or of plans from `plan(masks=...)`; for cross attention also the plans of the
+            sequence that the keys are.
+        buffers: tensors over the whole sequence, such as tokens, positions and shifted labels; not parameters. Inside
+            they hold this rank's tokens, in new memory. Afterwards they are restored, also after an exception. Where
+            queries and keys are two sequences, the length of a buffer says which one it covers.
         buffer_seq_dims: the dimension of the sequence in each of `buffers`.
         no_restore_buffers: those of `buffers` that keep this rank's tokens.
         buffer_padding: what padding holds in each of `buffers` (the ignore_index for labels); required where
@@ -58,8 +59,8 @@ def context_parallel(
         options: how to spread.
 
     Yields:
-        The `SequencePlan`, or a list or dict of them like `mask`. Its `block_mask` and `slices` serve models that do not hold the
-        BlockMask that was passed.
+        The `SequencePlan`, or a list or dict of them like `mask`. Its `block_mask` and `slices` serve models that do
+        not hold the BlockMask that was passed.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -112,7 +113,8 @@ def _check_dims(name: str, dims: Sequence[Any], buffers: Sequence[Any]) -> None:
             raise TypeError(f"`{name}[{number}]` must be an int, got {dim!r}")
         if not -buffer.ndim <= dim < buffer.ndim:
             raise ValueError(
-                f"`{name}[{number}]` must be in [{-buffer.ndim}, {buffer.ndim}), the dimensions of its buffer, got {dim}"
+                f"`{name}[{number}]` must be in [{-buffer.ndim}, {buffer.ndim}), the dimensions of its "
+                f"buffer, got {dim}"
             )
 
 
@@ -131,11 +133,13 @@ def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
         raise TypeError(f"`buffers[{number}]` must be a tensor, got {type(buffer).__name__}")
     if buffer.requires_grad:
         raise ValueError(
-            f"`buffers[{number}]` must not require gradients, since it is changed in place; use SequencePlan.shard(x, dim)"
+            f"`buffers[{number}]` must not require gradients, since it is changed in place; use "
+            "SequencePlan.shard(x, dim)"
         )
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
-            f"`buffers[{number}]` must not be a tensor of torch.inference_mode outside of that mode, since it is changed in place; "
+            f"`buffers[{number}]` must not be a tensor of torch.inference_mode outside of that mode, "
+            "since it is changed in place; "
             "use its clone()"
         )
     if any(buffer is other for other in others):
@@ -169,7 +173,8 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
         seqlen = None
     elif seqlen is None and any(x is None or callable(x) for x in masks):
         raise ValueError(
-            "`buffers` must hold a tensor over the sequence where `mask` is None (causal) or a mask_mod, which have no length, got none; "
+            "`buffers` must hold a tensor over the sequence where `mask` is None (causal) or a "
+            "mask_mod, which have no length, got none; "
             "or pass plan(mask, mesh, seqlen=...) as `mask`"
         )
     if isinstance(mask, (list, tuple, Mapping)):
@@ -202,16 +207,19 @@ def context_parallel_shard(
         mesh: the ranks, a mesh of one dimension or a process group.
         buffers: a list or a dict of tensors and BlockMasks.
         seq_dims: the dimension of the sequence for each; None for a BlockMask.
-        plan: how to spread; for several BlockMasks, their plans in their order. None plans the BlockMasks among `buffers`.
+        plan: how to spread; for several BlockMasks, their plans in their order. None plans the BlockMasks among
+            `buffers`.
         padding: what padding holds in each of `buffers`; required where the sequence is padded.
 
     Returns:
-        A list or dict like `buffers`: tensors with `seqlen_local` entries along their dimension. A BlockMask becomes one for
+        A list or dict like `buffers`: tensors with `seqlen_local` entries along their dimension. A BlockMask becomes
+            one for
         `flex_attention` inside `context_parallel(mesh, mask=plan)` or inside modules with the style `ContextParallel`.
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: `seq_dims` or `padding` do not fit `buffers`; there is neither a plan nor a BlockMask, or another number of them.
+        ValueError: `seq_dims` or `padding` do not fit `buffers`; there is neither a plan nor a BlockMask, or another
+            number of them.
     """
     _check_buffers(buffers)
     seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
@@ -238,7 +246,8 @@ def context_parallel_shard(
     )
     if masks and len(masks) != len(plans):
         raise ValueError(
-            f"`plan` must have a plan for each of the {len(masks)} BlockMasks in `buffers`, in their order, got {len(plans)}"
+            f"`plan` must have a plan for each of the {len(masks)} BlockMasks in `buffers`, in their "
+            f"order, got {len(plans)}"
         )
     where = [i for i, x in enumerate(buffers) if not hasattr(x, "kv_num_blocks")]
     shards = local_shards(
@@ -277,7 +286,8 @@ def context_parallel_unshard(
     seq_dims: Any,
     plan: SequencePlan,
 ) -> Any:
-    """Tensors over the whole sequence, in its order, from every rank's part. All ranks call it together. Not differentiable.
+    """Tensors over the whole sequence, in its order, from every rank's part. All ranks call it together.
+    Not differentiable.
 
     Args:
         mesh: the ranks, a mesh of one dimension or a process group.

@@ -1,8 +1,8 @@
 """Checks that a model inside of `context_parallel` has not counted the positions of its tokens by itself.
 
-A model that is given no positions takes 0, 1, 2, ... for the tokens that it sees, which are those of one rank. That is another model
-of the sequence, and no shape tells. Every rank counts then, so the ranks ask each other: positions that are given are 0, 1, 2, ... on
-every rank only where each rank has one document of its own, and no key travels.
+A model that is given no positions takes 0, 1, 2, ... for the tokens that it sees, which are those of one rank. That is
+another model of the sequence, and no shape tells. Every rank counts then, so the ranks ask each other: positions that
+are given are 0, 1, 2, ... on every rank only where each rank has one document of its own, and no key travels.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from magi_compile.ops.define import define
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-FIRST_CALLS = 16  # of a group, in training and in evaluation, that are asked on a GPU, because the host waits for the answer
+# Of a group, in training and in evaluation, that are asked on a GPU, because the host waits for the answer.
+FIRST_CALLS = 16
 
 _asked: WeakKeyDictionary[dist.ProcessGroup, list[int]] = WeakKeyDictionary()
 
 
 def with_given_positions(block_mask: Any, positions: Tensor, is_training: bool) -> BlockMask:
-    """`block_mask`, of a plan, for attention in which tokens have `positions`; all ranks call it together, once in each forward.
+    """`block_mask`, of a plan, for attention in which tokens have `positions`; all ranks call it together,
+    once in each forward.
 
     Args:
         block_mask: that of a context_parallel; others are returned as they are.
@@ -74,8 +76,10 @@ def _given_positions(
         counted, travel = torch.stack(every).T.tolist()
         if all(counted) and any(travel):
             raise ValueError(
-                f"`position_ids` must be given inside context_parallel, got 0 to {rows - 1} on every rank, as a model counts the "
-                "tokens of its rank by itself; pass the positions of the whole sequence in `buffers`, and to the model as `position_ids`"
+                f"`position_ids` must be given inside context_parallel, got 0 to {rows - 1} on every "
+                "rank, as a model counts the "
+                "tokens of its rank by itself; pass the positions of the whole sequence in `buffers`, "
+                "and to the model as `position_ids`"
             )
     return meta[:1].clone()
 

@@ -18,7 +18,8 @@ def require_together(plans: Sequence[SequencePlan]) -> None:
         reachable = [x for x in others if _among(x, reached) or _among(x.keys, reached)]
         if not reachable:
             raise ValueError(
-                "`mask` must have plans that hold the same tokens, got others; make them together: plan(masks=[...], mesh=mesh), or with "
+                "`mask` must have plans that hold the same tokens, got others; make them together: "
+                "plan(masks=[...], mesh=mesh), or with "
                 "`keys`, where the keys of one are the tokens of another"
             )
         others = [x for x in others if x not in reachable]
@@ -50,14 +51,17 @@ def owner_of(
     fitting = [s for s, n in zip(sequences, lengths, strict=True) if n == x.shape[dim]]
     if not fitting:
         raise ValueError(
-            f"`{name}` must have as many tokens in dimension {dim} as queries or keys, {' or '.join(map(str, sorted(set(lengths))))}, "
+            f"`{name}` must have as many tokens in dimension {dim} as queries or keys, "
+            f"{' or '.join(map(str, sorted(set(lengths))))}, "
             f"got {x.shape[dim]}"
         )
     if len(fitting) > 1:
         call = "unshard" if is_local else "shard"
         raise ValueError(
-            f"`{name}` must have a length that says whether it is of queries or of keys, got {x.shape[dim]} in dimension {dim}, which both "
-            f"have; take SequencePlan.{call}(x, dim) for queries and SequencePlan.keys.{call}(x, dim) for keys in its place"
+            f"`{name}` must have a length that says whether it is of queries or of keys, got "
+            f"{x.shape[dim]} in dimension {dim}, which both "
+            f"have; take SequencePlan.{call}(x, dim) for queries and SequencePlan.keys.{call}(x, dim) "
+            "for keys in its place"
         )
     return fitting[0]
 
@@ -69,7 +73,8 @@ def local_shards(
     padding: Sequence[float] | None,
     padding_name: str,
 ) -> list[Tensor]:
-    """This rank's tokens of each of `buffers`, along `dims`; errors about `padding` call it by the name that the caller has for it."""
+    """This rank's tokens of each of `buffers`, along `dims`;
+    errors about `padding` call it by the name that the caller has for it."""
     if padding is not None:
         check_list(padding_name, padding)
     sequences = sequences_of(plans)
@@ -80,7 +85,8 @@ def local_shards(
     for of in owners:
         if padding is None and of.has_padding:
             raise ValueError(
-                f"`{padding_name}` must say what padding holds in each of `buffers` (the ignore_index for labels), because {of.total} "
+                f"`{padding_name}` must say what padding holds in each of `buffers` (the ignore_index "
+                f"for labels), because {of.total} "
                 f"tokens are padded to {of.seqlen_local} on each of {of.cp_size} ranks"
             )
     if padding is not None and len(padding) != len(tensors):

@@ -34,7 +34,8 @@ def tensor_of(assignment: Assignment) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The placement of a sequence: rank r the chunks `chunks[r]`, in ascending order but where somebody else has permuted them.
+    """The placement of a sequence: rank r the chunks `chunks[r]`,
+    in ascending order but where somebody else has permuted them.
 
     Attributes:
         total: rows of the sequence; what follows up to `total_padded` sees and is seen by nothing.

@@ -246,7 +246,8 @@ class CommPlan:
                 seqlens_k[first_stage] = where.keys.seqlen_local
                 is_in_place = mine.stage == first_stage
                 key_row = torch.where(is_in_place, mine.source_row, key_row)
-        # Neighbouring ranges of a stage are neighbours in its buffer too, but in place where chunks are in another order.
+        # Neighbouring ranges of a stage are neighbours in its buffer too, but in place where chunks are in another
+        # order.
         order = mine.stage.argsort(stable=True)
         stage, lo, hi, key_row = (pick(x, order) for x in (mine.stage, mine.lo, mine.hi, key_row))
         is_apart = (lo[1:] != hi[:-1]) | ((key_row - lo)[1:] != (key_row - lo)[:-1])

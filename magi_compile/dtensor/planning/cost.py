@@ -92,7 +92,8 @@ def check_groups(nheads_q: int, nheads_kv: int) -> None:
 
 
 def wave_rows(nheads_kv: int, head_dim: int, num_sms: int) -> float:
-    """`backward_wave_rows` of a GPU whose thread blocks take 128 keys of one kv head each, or 64 where heads are wide."""
+    """`backward_wave_rows` of a GPU whose thread blocks take 128 keys of one kv head each,
+    or 64 where heads are wide."""
     return (128 if head_dim <= 128 else 64) * num_sms / nheads_kv
 
 

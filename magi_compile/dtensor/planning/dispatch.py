@@ -117,8 +117,9 @@ def dispatch_together(
         strategy: see `cp_size`.
         slack: see `cp_size`.
         cost: see `cp_size`.
-        keys: where the keys of each mask lie already. Otherwise they are the tokens themselves where they are as many, and where they are not
-            a sequence of their own, one for all masks with as many keys, which is placed by what is seen of it.
+        keys: where the keys of each mask lie already. Otherwise they are the tokens themselves where they are as many,
+            and where they are not a sequence of their own, one for all masks with as many keys, which is placed by what
+            is seen of it.
 
     Returns:
         A `Dispatch` for each of `masks`.
@@ -214,14 +215,16 @@ def dispatch_as(
     _check_keys(masks, cp_size, keys)
     if permutation.shape != (seqlen,) or seqlen % cp_size:
         raise ValueError(
-            f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
+            f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} "
+            f"ranks, got shape {list(permutation.shape)}"
         )
     ascending = permutation.sort().values
     is_wrong = ascending != torch.arange(seqlen, device="cpu")
     if bool(is_wrong.any()):
         first = int(is_wrong.nonzero()[0])
         raise ValueError(
-            f"`permutation` must contain each of 0 ... S - 1 exactly once for S = {seqlen}, got {int(ascending[first])} in place of "
+            f"`permutation` must contain each of 0 ... S - 1 exactly once for S = {seqlen}, got "
+            f"{int(ascending[first])} in place of "
             f"{first} in ascending order"
         )
     begins = (permutation[1:] != permutation[:-1] + 1).nonzero().flatten() + 1
@@ -272,7 +275,8 @@ def _check_keys(
             continue
         if (placement.total, placement.cp_size) != (mask.seqlen_k, cp_size):
             raise ValueError(
-                f"`keys` must hold the {mask.seqlen_k} keys of the mask on {cp_size} ranks, got {placement.total} tokens on "
+                f"`keys` must hold the {mask.seqlen_k} keys of the mask on {cp_size} ranks, got "
+                f"{placement.total} tokens on "
                 f"{placement.cp_size}"
             )
 

@@ -1,8 +1,8 @@
 """Keys that are a sequence of their own (cross attention): how they are cut, and which rank holds which.
 
-Every rank holds as many keys as the others, and of those the ones that its queries see, so that little travels. Where several ranks
-see a chunk alike, each holds its share of such chunks, so that none has to send them all. Where keys lie already, ranks of
-queries, which are all alike, are named after the keys that they see.
+Every rank holds as many keys as the others, and of those the ones that its queries see, so that little travels. Where
+several ranks see a chunk alike, each holds its share of such chunks, so that none has to send them all. Where keys lie
+already, ranks of queries, which are all alike, are named after the keys that they see.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def cut_keys(total: int, cp_size: int, chunks_per_rank: int) -> Placement:
 
 
 def key_placement(table: ChunkTable, chunks: Tensor) -> Placement | None:
-    """Who holds the keys of `table` where `chunks [cp_size, chunks_per_rank]` says who holds the rows; None for self-attention."""
+    """Who holds the keys of `table` where `chunks [cp_size, chunks_per_rank]` says who holds the rows;
+    None for self-attention."""
     if table.keys is None:
         return None
     if not table.keys.is_free:
@@ -58,7 +59,8 @@ def _wanted(table: ChunkTable, chunks: Tensor, keys: Placement) -> Tensor:
 
 
 def _placed(wanted: Tensor, keys: Placement) -> Placement:
-    """Each chunk on the rank that sees most of it and has room; of chunks that want one rank the ones of which it sees most."""
+    """Each chunk on the rank that sees most of it and has room;
+    of chunks that want one rank the ones of which it sees most."""
     cp_size, num_chunks = wanted.shape
     # Among ranks that see as much of a chunk, the one whose turn it is: all are to send equally many rows.
     sent = wanted.sum(0)
@@ -87,7 +89,8 @@ def _placed(wanted: Tensor, keys: Placement) -> Placement:
 def named_after_keys(
     chunks: Tensor, tables: Sequence[ChunkTable], weights: Sequence[int]
 ) -> Tensor:
-    """`chunks [cp_size, chunks_per_rank]` with ranks in another order, so that each holds what it sees of the keys that lie already."""
+    """`chunks [cp_size, chunks_per_rank]` with ranks in another order,
+    so that each holds what it sees of the keys that lie already."""
     cp_size = len(chunks)
     held = torch.zeros(
         cp_size, cp_size, dtype=torch.int64, device="cpu"

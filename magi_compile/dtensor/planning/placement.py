@@ -231,7 +231,8 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
 
 
 def _lowest(table: ChunkTable) -> Tensor:
-    """The first row that each chunk needs, or where keys are others, that of the first chunk that shares keys with it; at most its own."""
+    """The first row that each chunk needs, or where keys are others,
+    that of the first chunk that shares keys with it; at most its own."""
     begin, needs = torch.arange(table.num_chunks, device="cpu") * table.chunk_size, table.needs
     if table.keys is None:
         return begin.scatter_reduce(0, needs.owner, needs.lo, "amin")

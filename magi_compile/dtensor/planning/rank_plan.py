@@ -3,8 +3,9 @@
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
-    meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward begins
-            early, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+    meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward
+            begins early, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received,
+                send_counts, recv_counts, sends, recvs
     data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
 
@@ -61,7 +62,8 @@ class ContextParallelOptions:
         slack: by what share the heaviest rank may exceed the mean in favour of less communication.
         degree: remote stages of the forward pass, 0 for a single call; None asks the cost model.
         backward_degree: the same for the backward pass.
-        early: whether a forward pass with degree 0 may begin before remote keys arrive, where the kernel can and `cost` says that it pays.
+        early: whether a forward pass with degree 0 may begin before remote keys arrive, where the kernel can and `cost`
+            says that it pays.
         cost: the rates of computation and communication.
     """
 
@@ -259,8 +261,8 @@ def plan_rank_ahead(
         device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
 
     Returns:
-        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too. It belongs to this
-        process: in a fork, for example a worker of a DataLoader, ask again.
+        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too. It
+        belongs to this process: in a fork, for example a worker of a DataLoader, ask again.
     """
 
     def run() -> RankPlan:

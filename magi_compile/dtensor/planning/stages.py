@@ -5,9 +5,9 @@ and read again. So what a stage costs does not depend on the mask, and what it h
 with the rates of a `CostModel`, and the fastest degree wins; where little moves, that is 0: one cast and one
 attention call over everything.
 
-A kernel that begins a forward pass before remote keys are there (`EarlyKernel`) hides the cast in one call, with another pass over
-as few rows as it takes. It takes a little longer over all keys: that pays where much moves for what is computed, and where it
-does not, a pass waits, or a stage hides as much.
+A kernel that begins a forward pass before remote keys are there (`EarlyKernel`) hides the cast in one call, with
+another pass over as few rows as it takes. It takes a little longer over all keys: that pays where much moves for what
+is computed, and where it does not, a pass waits, or a stage hides as much.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ IDLE_WAVES = 0.5
 #: How much of what a backward call costs beyond its area comes before it needs keys, and runs beside the cast.
 BEFORE_KEYS = 1 / 3
 
-#: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of splits takes. On one GPU it is 0
-#: to 3.5 %, most on full masks: thread blocks begin with remote keys one after another, and share less of them in the L2 cache.
+#: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of splits takes. On
+#: one GPU it is 0 to 3.5 %, most on full masks: thread blocks begin with remote keys one after another, and share less
+#: of them in the L2 cache.
 EARLY_FORWARD_COST = 0.02
 
 
@@ -155,8 +156,8 @@ class _Compute(NamedTuple):
 def _first_and_last_end(degrees: Tensor, cast: Tensor, compute: _Compute) -> tuple[Tensor, Tensor]:
     """When the slowest rank is done with the first and with the last stage that needs a cast, `[num]` each.
 
-    A stage starts once the stage before is done, and goes on once its keys have arrived. Stages and casts take equally long
-    each, so stages either follow each other from the first one on, or the last one goes on as its cast ends.
+    A stage starts once the stage before is done, and goes on once its keys have arrived. Stages and casts take equally
+    long each, so stages either follow each other from the first one on, or the last one goes on as its cast ends.
     """
     has_local, parts = degrees > 0, degrees.clamp(min=1)
     done = torch.where(has_local, compute.local + compute.stage, 0.0)

@@ -67,7 +67,8 @@ def calibrate(
 
     Raises:
         TypeError: if an argument is of another kind.
-        ValueError: if a number is less than 1, `nheads_kv` does not divide `nheads_q`, or q, k and v cannot have the dtype.
+        ValueError: if a number is less than 1, `nheads_kv` does not divide `nheads_q`, or q, k and v cannot have the
+            dtype.
         NotImplementedError: if no kernel can run this.
     """
     if not isinstance(group, dist.ProcessGroup):

@@ -1,12 +1,14 @@
 """Group collectives over one all-to-all: gather rows, exchange, scatter rows. Works on every backend.
 
 Rows that stay on their rank take no part in the exchange. On GPUs the exchange runs on a stream of its own. Its kernels
-need SMs on all ranks at a time, and an attention kernel that has taken all SMs gives none back before it ends, so they go
-first: the current stream goes on once that stream has reached them, and that stream has priority. Both are ready at the
-same moment then, and if attention is there first on one rank, all ranks wait for it: so a short kernel leaves `SMS` free.
+need SMs on all ranks at a time, and an attention kernel that has taken all SMs gives none back before it ends, so they
+go first: the current stream goes on once that stream has reached them, and that stream has priority. Both are ready at
+the same moment then, and if attention is there first on one rank, all ranks wait for it: so a short kernel leaves `SMS`
+free.
 
-NCCL registers the buffers of an exchange that a CUDA graph captures, so that ranks write into them. In expandable segments it
-registers other memory than theirs, and a replay computes with rows that have not arrived, or hangs: that is refused.
+NCCL registers the buffers of an exchange that a CUDA graph captures, so that ranks write into them. In expandable
+segments it registers other memory than theirs, and a replay computes with rows that have not arrived, or hangs: that is
+refused.
 """
 
 from __future__ import annotations
@@ -137,7 +139,8 @@ def _refuse_expandable_segments(*buffers: Tensor) -> None:
         return
     if torch.cuda.get_allocator_backend() == "native" and _are_expandable(buffers):
         raise RuntimeError(
-            "`collective` is 'all_to_all' and a CUDA graph captures it in expandable segments, where NCCL's registration of graph "
+            "`collective` is 'all_to_all' and a CUDA graph captures it in expandable segments, where "
+            "NCCL's registration of graph "
             "buffers exchanges the wrong memory; set NCCL_GRAPH_REGISTER=0 in the environment of every rank, or remove "
             "expandable_segments:True from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
         )

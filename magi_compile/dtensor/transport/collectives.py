@@ -14,8 +14,8 @@ Ranks call in the same order with the same number of routes, also those that nei
 the host wait for the device: a call enqueues work behind what the current stream holds, `PendingCast.wait` and
 `PendingReduce.write_sums` make the current stream wait for it. Meanwhile the caller computes on the current stream, and
 may start a reduce while a cast is under way. The tensors of a cast are neither written nor freed before the iterator
-is exhausted, which happens right after the last `wait`; those of a reduce not before its `write_sums`. Buffers belong to
-the caller. Sums add up in a fixed order: equal inputs give equal bits.
+is exhausted, which happens right after the last `wait`; those of a reduce not before its `write_sums`. Buffers belong
+to the caller. Sums add up in a fixed order: equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def is_recorded(device: torch.device) -> bool:
 
 
 def refuse_to_be_recorded(x: Tensor) -> None:
-    """Called where something is computed from a plan on the device of `x`, to be kept: a graph would record it, and what
-    is kept would hold nothing before the first replay.
+    """Called where something is computed from a plan on the device of `x`, to be kept: a graph would record it, and
+    what is kept would hold nothing before the first replay.
 
     Args:
         x: on the device in question.
@@ -130,7 +130,8 @@ class PendingCast(Protocol):
     """A cast under way.
 
     Attributes:
-        sms: that it needs and may still be waiting for, so that an attention kernel beside it had better leave them free.
+        sms: that it needs and may still be waiting for, so that an attention kernel beside it had better leave them
+            free.
     """
 
     sms: int
@@ -149,8 +150,8 @@ class PendingReduce(Protocol):
     """A reduce under way."""
 
     def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
-        """Writes the contiguous `outs [rows, ...]`, of one dtype, in the order of the reduced tensors: what arrives, on top
-        of the contiguous `prior` of the same shapes if there is one. Added up in fp32 or wider, rounded once."""
+        """Writes the contiguous `outs [rows, ...]`, of one dtype, in the order of the reduced tensors: what arrives, on
+        top of the contiguous `prior` of the same shapes if there is one. Added up in fp32 or wider, rounded once."""
         ...
 
 
@@ -172,8 +173,8 @@ class Collective(Protocol):
     def outbox(
         self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> Sequence[Tensor]:
-        """Contiguous buffers `[num_received, ...]` with rows like those of the tensors `like`, which the next `start_reduce`
-        on `route` sends from where they are, without another copy.
+        """Contiguous buffers `[num_received, ...]` with rows like those of the tensors `like`, which the next
+        `start_reduce` on `route` sends from where they are, without another copy.
 
         Not while a reduce is under way: the current stream may wait for its end before it may write to them.
         """

@@ -105,8 +105,8 @@ class Sums:
         Args:
             outs: `[num_rows, ...]`, contiguous, of one dtype.
             prior: contiguous tensors of the same shapes, to which all else is added; None for zeros. May be `outs`.
-            buffers: `[num_received, ...]`, what the rank itself has; the values of a row lie side by side, or are copied to
-                do so.
+            buffers: `[num_received, ...]`, what the rank itself has; the values of a row lie side by side, or are
+                copied to do so.
             arrived: `[num, ...]`, likewise.
         """
         if outs[0].is_cuda:

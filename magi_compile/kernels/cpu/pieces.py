@@ -12,7 +12,8 @@ That op knows rectangles, squares that are causal from their first row, and mask
 
 Bit blocks that follow one another are a rectangle with a mask.
 
-A piece is a rect of `masks/geometry.py` in Python's ints, as each is an own call: pieces are made of rects, and tensors end here.
+A piece is a rect of `masks/geometry.py` in Python's ints, as each is an own call: pieces are made of rects, and tensors
+end here.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MAX_MASKED_KEYS = 4096
 
 class Piece(NamedTuple):
     """Row r of `[q_begin, q_end)` sees the keys `max(k_begin, r + diag_lo) <= c < min(k_end, r + diag_hi)`, at least
-    one. `is_first`: no piece before this one in the plan has any of its rows. Of one with bits, which are those of the blocks
-    from `first_block` on, a row sees what these say, maybe nothing."""
+    one. `is_first`: no piece before this one in the plan has any of its rows. Of one with bits, which are those of the
+    blocks from `first_block` on, a row sees what these say, maybe nothing."""
 
     q_begin: int
     q_end: int
@@ -116,8 +117,8 @@ def cut(piece: Piece, max_rows: int, max_keys: int) -> Iterator[Piece]:
 
 
 def _joined_along(pieces: list[Piece]) -> Iterator[Piece]:
-    """The same pieces, where rectangles of the same rows that follow one another along the keys are one; of bit blocks as many as
-    have a mask together."""
+    """The same pieces, where rectangles of the same rows that follow one another along the keys are one; of bit blocks
+    as many as have a mask together."""
     last = None
     for piece in sorted(pieces, key=lambda piece: (piece.q_begin, piece.q_end, piece.k_begin)):
         if last is not None and _goes_on(last, piece):

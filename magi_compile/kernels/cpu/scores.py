@@ -13,7 +13,8 @@ from magi_compile.score.program import ScoreCall
 
 
 class ScoredTiles:
-    """One pass of attention with a score program, tile by tile. Tensors are `[nheads_kv, qhead_per_kvhead, seqlen, head_dim]`.
+    """One pass of attention with a score program, tile by tile. Tensors are
+    `[nheads_kv, qhead_per_kvhead, seqlen, head_dim]`.
 
     Gradients of captured tensors are added to `score.sums`.
     """

@@ -1,4 +1,5 @@
-"""Attention by scores that exist in memory, as the CPU kernel has them with a soft-cap, a score program or a wish for the largest ones."""
+"""Attention by scores that exist in memory, as the CPU kernel has them with a soft-cap,
+a score program or a wish for the largest ones."""
 
 from __future__ import annotations
 

@@ -14,9 +14,11 @@ from magi_compile.masks.geometry import Rects
 
 
 class Intervals(NamedTuple):
-    """The columns `[begin, end)` that rows see, sorted by row and column; those of one row are disjoint and do not touch.
+    """The columns `[begin, end)` that rows see, sorted by row and column;
+    those of one row are disjoint and do not touch.
 
-    int64 tensors `[num_intervals]`, and on the host how many rows and columns there are, and the most intervals of a row.
+    int64 tensors `[num_intervals]`, and on the host how many rows and columns there are, and the most intervals of a
+    row.
     """
 
     row: Tensor
@@ -47,8 +49,8 @@ def row_intervals(rects: Rects, num_rows: int, num_cols: int) -> Intervals:
 
 
 def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Tensor:
-    """The blocks of `block_rows` rows and `block_cols` columns: bool `[2, row blocks, column blocks]`, those with some visible
-    pairs and some that are not, and those with visible ones alone. In memory of the size of their number."""
+    """The blocks of `block_rows` rows and `block_cols` columns: bool `[2, row blocks, column blocks]`, those with some
+    visible pairs and some that are not, and those with visible ones alone. In memory of the size of their number."""
     row, begin, end, num_rows, num_cols, _ = intervals
     across, down = -(-num_cols // block_cols), -(-num_rows // block_rows)
     of_row = row // block_rows * (across + 1)
@@ -77,8 +79,8 @@ def lists_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
         blocks: bool `[2, row blocks, column blocks]`, partly and wholly seen.
 
     Returns:
-        int32 `[2, row blocks]`, how many of both sorts, and int32 `[2, row blocks, column blocks]`, their numbers in increasing
-        order, and behind them those of all other blocks.
+        int32 `[2, row blocks]`, how many of both sorts, and int32 `[2, row blocks, column blocks]`, their numbers in
+        increasing order, and behind them those of all other blocks.
     """
     listed = blocks.byte().contiguous()
     indices = listed.argsort(dim=-1, descending=True, stable=True)
@@ -86,10 +88,11 @@ def lists_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unrolled_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
-    """The bounds of every row beside one another: int32 `[padded_rows * 2 * most]`, begin and end of one interval after another.
+    """The bounds of every row beside one another: int32 `[padded_rows * 2 * most]`,
+    begin and end of one interval after another.
 
-    A row with fewer intervals than the most, and one that is only there for kernels that read on behind the last row, has
-    intervals `[0, 0)`.
+    A row with fewer intervals than the most, and one that is only there for kernels that read on behind the last row,
+    has intervals `[0, 0)`.
     """
     row, most = intervals.row, max(intervals.most, 1)
     in_row = torch.arange(len(row), device=row.device) - torch.searchsorted(row, row)
@@ -99,8 +102,8 @@ def unrolled_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
 
 
 def searched_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
-    """The bounds of all rows one after the other, increasing in each row, behind `padded_rows + 1` numbers that say where in the
-    same tensor those of each row begin: int32 `[padded_rows + 1 + 2 * num_intervals]`."""
+    """The bounds of all rows one after the other, increasing in each row, behind `padded_rows + 1` numbers that say
+    where in the same tensor those of each row begin: int32 `[padded_rows + 1 + 2 * num_intervals]`."""
     rows = torch.arange(padded_rows + 1, device=intervals.row.device)
     offsets = padded_rows + 1 + 2 * torch.searchsorted(intervals.row, rows)
     bounds = torch.stack([intervals.begin, intervals.end], 1).flatten()

@@ -1,4 +1,5 @@
-"""Attention over slices by flash-attn-4: NVIDIA Blackwell and Hopper, through its own masks or through block lists and a mask_mod."""
+"""Attention over slices by flash-attn-4: NVIDIA Blackwell and Hopper,
+through its own masks or through block lists and a mask_mod."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ _PADDING = 256
 class _Facts(NamedTuple):
     """The facts of a plan that the host knows; in a plan an int64 tensor on a CPU, the first of `Plan.others`.
 
-    Behind it are cu_seqlens, without elements for a single document, where the package has the mask itself (`is_native`); else bounds,
-    counts and indices of what a query sees, for the forward, and the same of what a key is seen by.
+    Behind it are cu_seqlens, without elements for a single document, where the package has the mask itself
+    (`is_native`); else bounds, counts and indices of what a query sees, for the forward, and the same of what a key is
+    seen by.
     """
 
     is_native: int
@@ -91,9 +93,9 @@ def _is_of_triton(plan: Plan) -> bool:
 class Fa4Kernel:
     """flash-attn-4 behind the kernel interface. Its wheels are Python: kernels compile at first use, some seconds each.
 
-    Planning waits for the device a few times, so no graph holds a plan: eager code keeps it with the slices, a compiled graph makes it
-    again in each call. What cannot wait, the capture of a CUDA graph, and backward passes that have to repeat bit for bit are left
-    to Triton's kernel.
+    Planning waits for the device a few times, so no graph holds a plan: eager code keeps it with the slices, a compiled
+    graph makes it again in each call. What cannot wait, the capture of a CUDA graph, and backward passes that have to
+    repeat bit for bit are left to Triton's kernel.
     """
 
     name = "fa4"
@@ -120,7 +122,8 @@ class Fa4Kernel:
             )
         if problem.softcap:
             reasons.append(
-                f"has no exact soft-cap, got softcap={problem.softcap}: {PACKAGE} takes tanh from an approximation of 11 bits"
+                f"has no exact soft-cap, got softcap={problem.softcap}: {PACKAGE} takes tanh from an "
+                "approximation of 11 bits"
             )
         if problem.has_bits:
             reasons.append("has no bit blocks, which masks need whose rows see many intervals")
@@ -132,7 +135,8 @@ class Fa4Kernel:
     def notes(self, problem: AttnProblem) -> list[str]:
         return [
             "has not run on Blackwell; makes the plan again in every call of a compiled graph, and waits for it",
-            "kernel 'triton' runs what a CUDA graph captures, and the backward under torch.use_deterministic_algorithms(True)",
+            "kernel 'triton' runs what a CUDA graph captures, and the backward under "
+            "torch.use_deterministic_algorithms(True)",
         ]
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> Plan:

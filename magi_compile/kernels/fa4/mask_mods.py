@@ -1,7 +1,7 @@
 """mask_mods in CuTe that look up what flash-attn-4 may show: intervals of keys by query, and of queries by key.
 
-One aux tensor holds the bounds (`intervals.py`). flash-attn-4 compiles once for each mask_mod, so there is one object for each
-number of intervals, made once a process. Needs flash-attn-4.
+One aux tensor holds the bounds (`intervals.py`). flash-attn-4 compiles once for each mask_mod, so there is one object
+for each number of intervals, made once a process. Needs flash-attn-4.
 """
 
 from __future__ import annotations

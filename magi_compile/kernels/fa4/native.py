@@ -11,7 +11,8 @@ from magi_compile.kernels.fa4.intervals import Intervals
 
 
 class Native(NamedTuple):
-    """A document's row r, of the rows and keys of the document, sees the keys from `r + shift - left` to `r + shift + right`.
+    """A document's row r, of the rows and keys of the document,
+    sees the keys from `r + shift - left` to `r + shift + right`.
 
     Attributes:
         cu_seqlens: where the documents begin, int32 `[num_documents + 1]`; None for a single one.
@@ -27,11 +28,13 @@ class Native(NamedTuple):
 
 
 def native_mask(intervals: Intervals, least_rows: int) -> Native | None:
-    """The mask that `intervals` are, where flash-attn-4 has it; None where it has not. Waits once, and for packed documents only.
+    """The mask that `intervals` are, where flash-attn-4 has it; None where it has not. Waits once,
+    and for packed documents only.
 
     Args:
         intervals: the keys of every query.
-        least_rows: how many rows documents have on average, at least: of shorter ones several share a block of a block list.
+        least_rows: how many rows documents have on average, at least: of shorter ones several share a block of a block
+            list.
 
     Returns:
         The arguments of flash-attn-4 for it, or None.
@@ -40,7 +43,8 @@ def native_mask(intervals: Intervals, least_rows: int) -> Native | None:
     if most != 1 or len(begin) != num_rows:  # some row sees nothing, or more than one interval
         return None
     row, shift = torch.arange(num_rows, device=begin.device), num_cols - num_rows
-    # The first row of a document is the one that sees nothing before itself; with other keys than rows there is one document.
+    # The first row of a document is the one that sees nothing before itself; with other keys than rows there is one
+    # document.
     starts = row == 0 if shift else begin == row
     first = torch.where(starts, row, 0).cummax(0).values
     following = torch.where(starts, row, num_rows).flip(0).cummin(0).values.flip(0)

@@ -31,10 +31,11 @@ from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
 class CudaKernel:
-    """Warp-specialised attention for sm_90a; see `Kernel`, `ScoredKernel`, `EarlyKernel` and `PhasedKernel` for the interface.
+    """Warp-specialised attention for sm_90a; see `Kernel`, `ScoredKernel`,
+    `EarlyKernel` and `PhasedKernel` for the interface.
 
-    dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when remote keys come. Under
-    `torch.use_deterministic_algorithms(True)` dq has one order, and no tile is cut.
+    dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when remote keys
+    come. Under `torch.use_deterministic_algorithms(True)` dq has one order, and no tile is cut.
     """
 
     name = "cuda"
@@ -54,7 +55,8 @@ class CudaKernel:
         # TMA reads rows that begin at multiples of 16 bytes.
         if any(dim % 8 or not 8 <= dim <= CUDA_HEAD_DIMS[-1] for dim in dims):
             reasons.append(
-                f"needs a head_dim and a head_dim_v that are multiples of 8 from 8 to {CUDA_HEAD_DIMS[-1]}, got {dims[0]} and {dims[1]}"
+                "needs a head_dim and a head_dim_v that are multiples of 8 from 8 to "
+                f"{CUDA_HEAD_DIMS[-1]}, got {dims[0]} and {dims[1]}"
             )
         return reasons
 
@@ -62,7 +64,8 @@ class CudaKernel:
         if not is_between_cuda_head_dims(problem):
             return []
         return [
-            f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} run in tiles for {cuda_head_dim(problem)}, "
+            f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} run in tiles for "
+            f"{cuda_head_dim(problem)}, "
             "of which TMA fills columns with zeros; nothing is copied"
         ]
 
@@ -95,7 +98,8 @@ class CudaKernel:
     ) -> ForwardOutput:
         walk, _ = plan.walks(plan_tiles(problem))
         bits = _bits_of(slices, problem)
-        # A pass that is a prior, or has one, stays whole: its own merge is in registers. Nothing merges splits under a score program.
+        # A pass that is a prior, or has one, stays whole: its own merge is in registers. Nothing merges splits under a
+        # score program.
         is_alone = prior is None and out_dtype in (None, q.dtype) and score is None
         if plan.splits is not None and plan.splits.shape[0] > 0 and is_alone:
             return forward_in_splits((q, k, v), walk, plan.splits, problem, bits, max_scores)

@@ -1,5 +1,5 @@
-"""The parameters of the kernels of `csrc/sm90`, field by field as in the sources; `tests/kernels/sm90/test_params.py` asks
-the compiler whether they are."""
+"""The parameters of the kernels of `csrc/sm90`, field by field as in the sources; `tests/kernels/sm90/test_params.py`
+asks the compiler whether they are."""
 
 from __future__ import annotations
 

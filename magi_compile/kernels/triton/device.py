@@ -1,14 +1,14 @@
 """The device code of the Triton kernel: each program owns one tile of one head and walks its runs.
 
-A tensor of rows is `(base, strides)`, with the strides (token, head, dim). An interval is `(lo, hi, col_end)`: the columns
-`[lo, hi)` that each row sees of a run, and where the columns of the run end. With `HAS_BITS` behind it stand the row of
-bits that is each row's, of a block (`plan/bit_runs.py`), or -1, and the first column of the run.
+A tensor of rows is `(base, strides)`, with the strides (token, head, dim). An interval is `(lo, hi, col_end)`: the
+columns `[lo, hi)` that each row sees of a run, and where the columns of the run end. With `HAS_BITS` behind it stand
+the row of bits that is each row's, of a block (`plan/bit_runs.py`), or -1, and the first column of the run.
 
 Scores are in base 2: `qk * factors[0]`; with a softcap `tanh(qk * factors[0]) * factors[1]`; with a score program
-`SCORES(qk * factors[0], ...) * factors[1]`. `SCORES`, `SLOPES` and `ADD_GRADIENTS` are functions that `score_source.py` makes of
-the program, and None without one, like what they are given: `numbering` is `(seqlen_q, seqlen_k, nheads)` of its `ScoreCall`,
-and `captured` is `(tables, sizes, symbols)`. With a program all blocks are masked: no pair counts, or has its gradients added,
-which is not there.
+`SCORES(qk * factors[0], ...) * factors[1]`. `SCORES`, `SLOPES` and `ADD_GRADIENTS` are functions that `score_source.py`
+makes of the program, and None without one, like what they are given: `numbering` is `(seqlen_q, seqlen_k, nheads)` of
+its `ScoreCall`, and `captured` is `(tables, sizes, symbols)`. With a program all blocks are masked: no pair counts, or
+has its gradients added, which is not there.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def hide(
     HAS_BITS: tl.constexpr,
     ROWS_ARE_KEYS: tl.constexpr,
 ):
-    """`other` at hidden pairs. `visible` is there with a program, which needs it; else it would hold registers while products run."""
+    """`other` at hidden pairs. `visible` is there with a program, which needs it;
+    else it would hold registers while products run."""
     if visible is None:
         visible = is_visible(cols, interval, bits_ptr, HAS_BITS, ROWS_ARE_KEYS)
     return tl.where(visible, values, other)
@@ -292,7 +293,8 @@ def forward_kernel(
     SCORES: tl.constexpr,
     HAS_MAX_SCORES: tl.constexpr,
 ):
-    """out and lse of one q tile and head, and its largest scores; the heads of a tile run together, to share K and V."""
+    """out and lse of one q tile and head, and its largest scores; the heads of a tile run together,
+    to share K and V."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
     head = (tl.program_id(0) % nheads_q).to(tl.int64)
     kv_head = head // qhead_per_kvhead
@@ -410,7 +412,8 @@ def dq_block(
     SLOPES: tl.constexpr,
     ADD_GRADIENTS: tl.constexpr,
 ):
-    """Adds what the keys from `col` on give to dq, less its factor softmax_scale, and to the gradients of captured tensors."""
+    """Adds what the keys from `col` on give to dq, less its factor softmax_scale,
+    and to the gradients of captured tensors."""
     cols = col + tl.arange(0, BLOCK_COLS)
     live = cols < interval[2]
     visible = None

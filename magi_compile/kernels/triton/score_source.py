@@ -1,8 +1,9 @@
 """Triton code of a score program: its ATen operations, each as an expression of Triton's.
 
-Three functions, of blocks of scores `[rows, cols]` and of indices that fit them: `scores` gives the new scores, `slopes` the gradients
-of the old ones, `add_gradients` adds those of the look-ups to fp32 totals. Every look-up stays inside its tensor: what is out of bounds
-reads 0 at hidden pairs, and is an error at visible ones where Triton checks assertions (`TRITON_DEBUG=1`).
+Three functions, of blocks of scores `[rows, cols]` and of indices that fit them: `scores` gives the new scores,
+`slopes` the gradients of the old ones, `add_gradients` adds those of the look-ups to fp32 totals. Every look-up stays
+inside its tensor: what is out of bounds reads 0 at hidden pairs, and is an error at visible ones where Triton checks
+assertions (`TRITON_DEBUG=1`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class ScoreArguments(NamedTuple):
 
     Attributes:
         numbering: seqlen_q, seqlen_k and how many heads are batch entries.
-        captured: the captured tensors, contiguous; the sizes of their dimensions, one behind the other; and the captured ints.
+        captured: the captured tensors, contiguous; the sizes of their dimensions, one behind the other; and the
+            captured ints.
         functions: the generated ones.
-        totals: the sums to which gradients of captured tensors are added, empty where none is wanted; None if of no tensor.
+        totals: the sums to which gradients of captured tensors are added, empty where none is wanted; None if of no
+            tensor.
     """
 
     numbering: tuple[int, int, int] | None = None
@@ -161,7 +164,8 @@ class _Writer:
                 lines.append(f"    {look.name}_in = {' & '.join(inside)}\n")
                 lines.append(f"    {look.name}_at = {place}\n")
                 lines.append(
-                    f"    tl.device_assert({look.name}_in | (shown == 0), 'a score_mod looks up what is out of bounds')\n"
+                    f"    tl.device_assert({look.name}_in | (shown == 0), 'a score_mod looks up what "
+                    "is out of bounds')\n"
                 )
                 lines.append(
                     f"    {look.name} = tl.load({pointer} + {look.name}_at, mask={look.name}_in, other=0)\n"

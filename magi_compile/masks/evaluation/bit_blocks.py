@@ -1,8 +1,9 @@
 """Any mask as slices with bit blocks: the mask_mod itself, evaluated block by block.
 
-A block of 128 queries and 128 keys in which everything is visible is a slice without bits, one in which nothing is, an empty
-slice; all others have bits. Of everything there is one for each block, so shapes depend on shapes alone, and on a GPU nothing
-waits. Memory grows with the number of blocks and with the bits of those that need them; at no time with the score matrix.
+A block of 128 queries and 128 keys in which everything is visible is a slice without bits, one in which nothing is, an
+empty slice; all others have bits. Of everything there is one for each block, so shapes depend on shapes alone, and on a
+GPU nothing waits. Memory grows with the number of blocks and with the bits of those that need them; at no time with the
+score matrix.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Listed(NamedTuple):
         full: the same of those in which everything is.
         rows: queries of a block.
         keys: keys of a block.
-        decide: whether the lists say what is visible, beside a mask_mod that shows everything; else they have to agree with it.
+        decide: whether the lists say what is visible, beside a mask_mod that shows everything; else they have to agree
+            with it.
     """
 
     partial: Tensor
@@ -102,10 +104,11 @@ class Listed(NamedTuple):
 def slices_with_bits(
     mask_mod: MaskMod, grid: Grid, listed: Listed | None, device: torch.device
 ) -> AttnSlices:
-    """The slices of a mask: row q of the n-th (batch entry, head) is row `n * seqlen_q + q`, keys likewise with the heads of keys.
+    """The slices of a mask: row q of the n-th (batch entry, head) is row `n * seqlen_q + q`,
+    keys likewise with the heads of keys.
 
-    There are `grid.num_blocks` of them, and one bit block more than that. The memory of blocks without bits is never touched:
-    on a CPU it costs addresses alone.
+    There are `grid.num_blocks` of them, and one bit block more than that. The memory of blocks without bits is never
+    touched: on a CPU it costs addresses alone.
 
     Args:
         mask_mod: what it shows of a batch entry, head, query and key.
@@ -117,8 +120,8 @@ def slices_with_bits(
         The slices, with their bit blocks.
 
     Raises:
-        MaskDataError: the mask_mod looks up what a captured tensor does not have, or divides by zero; the block lists contradict
-            it. On a GPU, later.
+        MaskDataError: the mask_mod looks up what a captured tensor does not have, or divides by zero; the block lists
+            contradict it. On a GPU, later.
     """
     count = grid.num_blocks
     bits = torch.empty(count + 1, BLOCK, WORDS, dtype=torch.int32, device=device)
@@ -250,7 +253,8 @@ class _First(NamedTuple):
     def or_else(
         self, broken: Tensor, of_pair: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
     ) -> _First:
-        """This one, or else the first of `broken [n, BLOCK, BLOCK]`, with what `of_pair` says of its grid, row and key."""
+        """This one, or else the first of `broken [n, BLOCK, BLOCK]`, with what `of_pair` says of its grid,
+        row and key."""
         first = broken.flatten().to(torch.uint8).argmax()
         found = of_pair(first // BLOCK**2, first // BLOCK % BLOCK, first % BLOCK)
         values = (torch.where(self.is_there, x, y) for x, y in zip(self.values, found, strict=True))

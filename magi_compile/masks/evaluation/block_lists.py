@@ -102,7 +102,8 @@ class BlockLists(NamedTuple):
         return self.checks_of(*visible_blocks(intervals, rows, keys))
 
     def checks_of(self, is_seen: Tensor, is_full: Tensor) -> list[MaskCheck]:
-        """The same of what `visible_blocks` says. Lists of one head are those of all, as a mask of one head is that of all."""
+        """The same of what `visible_blocks` says. Lists of one head are those of all,
+        as a mask of one head is that of all."""
         self.check_heads(is_seen.shape[1])
         partial, full = self.grids(*is_seen.shape[2:])
         return [
@@ -120,8 +121,8 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
         keys: keys of a block.
 
     Returns:
-        Two bool tensors `[batch, heads, q blocks, kv blocks]`, of one head where all have the same mask. Blocks at the end may be
-        smaller.
+        Two bool tensors `[batch, heads, q blocks, kv blocks]`, of one head where all have the same mask. Blocks at the
+        end may be smaller.
     """
     lo, hi = intervals.lo.long(), intervals.hi.long()
     _, entries, seqlen_q = lo.shape
@@ -149,8 +150,8 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
 
 
 def broadcast(kind: tuple[Tensor, Tensor], num_q: int) -> tuple[Tensor, Tensor]:
-    """The lists of the first `num_q` q blocks, `[batch, nheads, num_q]` and `[batch, nheads, num_q, columns]`, as views: counts or
-    indices of one head or batch entry are those of all that the others have."""
+    """The lists of the first `num_q` q blocks, `[batch, nheads, num_q]` and `[batch, nheads, num_q, columns]`, as
+    views: counts or indices of one head or batch entry are those of all that the others have."""
     num_blocks, indices = kind[0][..., :num_q], kind[1][..., :num_q, :]
     shape = torch.broadcast_shapes(num_blocks.shape, indices.shape[:-1])
     return num_blocks.expand(shape), indices.expand(*shape, -1)

@@ -15,7 +15,8 @@ from torch import Tensor
 class Groups(NamedTuple):
     """The runs of equal values, sorted by value and then by place; all `[1 or batch, num_runs]`.
 
-    Where there are fewer runs the last one is repeated. On a host num_runs is what the data need; on a GPU it is seqlen_k.
+    Where there are fewer runs the last one is repeated. On a host num_runs is what the data need; on a GPU it is
+    seqlen_k.
     """
 
     value: Tensor

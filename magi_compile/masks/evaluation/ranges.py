@@ -1,6 +1,7 @@
 """Checks that numbers fit the dtype in which PyTorch computes them: the marks of a mask expression ask for it.
 
-Without data only the dtypes are known, and sums of two tables may wrap around. With data, bounds of each table bound the sum.
+Without data only the dtypes are known, and sums of two tables may wrap around. With data, bounds of each table bound
+the sum.
 """
 
 from __future__ import annotations

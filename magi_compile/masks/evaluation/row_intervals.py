@@ -134,8 +134,8 @@ def exact_intervals(
     heads: Heads,
     device: torch.device,
 ) -> RowIntervals | None:
-    """The row intervals of a mask and its data; None where there are none: the mask has no intervals, or the data are not in the
-    order that they need. Waits for the device if that is a GPU.
+    """The row intervals of a mask and its data; None where there are none: the mask has no intervals, or the data are
+    not in the order that they need. Waits for the device if that is a GPU.
 
     Args:
         program: the mask.

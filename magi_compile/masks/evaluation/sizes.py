@@ -8,8 +8,8 @@ from magi_compile.masks.arguments import MAX_SEQLEN
 
 
 class Heads(NamedTuple):
-    """Whose masks they are: those of `q` heads, each of which is a batch entry of its own then, and reads one of `kv` heads; 1 and 1
-    where all heads have the same mask."""
+    """Whose masks they are: those of `q` heads, each of which is a batch entry of its own then, and reads one of `kv`
+    heads; 1 and 1 where all heads have the same mask."""
 
     q: int = 1
     kv: int = 1

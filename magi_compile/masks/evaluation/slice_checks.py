@@ -13,7 +13,8 @@ NEIGHBOURS = 64
 
 
 def slice_checks(slices: AttnSlices) -> list[MaskCheck]:
-    """Bounds, types, and overlaps: of each slice with the next `NEIGHBOURS` in the order of first rows, O(n log n) in all.
+    """Bounds, types, and overlaps: of each slice with the next `NEIGHBOURS` in the order of first rows,
+    O(n log n) in all.
 
     So two slices that overlap go unseen where more than that many begin in the rows between their first rows.
     """

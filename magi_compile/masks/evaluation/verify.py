@@ -1,8 +1,8 @@
 """A second opinion on a converted mask: the mask_mod's own graph, asked at points.
 
-Whatever the solver made of a mask, intervals and slices have to show what the mask_mod shows. Here both are evaluated at a few
-thousand points (b, h, q, kv): random ones, ones beside the edges of slices, ones beside the edges of blocks. All on the tensors'
-device; on a GPU nothing waits for it.
+Whatever the solver made of a mask, intervals and slices have to show what the mask_mod shows. Here both are evaluated
+at a few thousand points (b, h, q, kv): random ones, ones beside the edges of slices, ones beside the edges of blocks.
+All on the tensors' device; on a GPU nothing waits for it.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def _checks(
     ):
         first = is_wrong.to(torch.uint8).argmax()
         message = (
-            f"magi_compile must convert the mask `{program}` exactly, and has not: this is a bug of ours, please report it; "
+            f"magi_compile must convert the mask `{program}` exactly, and has not: this is a bug of "
+            "ours, please report it; "
             "until it is mended, ask for FlexAttention with kernel_options={'BACKEND': 'TRITON'}"
         )
         detail = f"at {where} the mask_mod {mask_mod} what its slices {slices}"
@@ -214,7 +215,8 @@ def _below(count: int, size: int, device: torch.device) -> Tensor:
 
 
 def _random(count: int, device: torch.device) -> Tensor:
-    """Numbers from 0 up, others in each call, that PyTorch's generators know nothing of: those are the program's own."""
+    """Numbers from 0 up, others in each call, that PyTorch's generators know nothing of:
+    those are the program's own."""
     salt = int.from_bytes(os.urandom(7), "little")
     x = torch.arange(count, device=device) * _ODD + salt
     for shift in (31, 29, 32):

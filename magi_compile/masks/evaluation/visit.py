@@ -1,7 +1,8 @@
-"""The one order in which a solved mask is evaluated: its lanes, the promises about them, and the values that these are made of.
+"""The one order in which a solved mask is evaluated: its lanes, the promises about them,
+and the values that these are made of.
 
-`Evaluation` does each step with tensors, `kernels/sm90/masks/source.py` writes it in CUDA. Both make their checks in the order that
-stands here.
+`Evaluation` does each step with tensors, `kernels/sm90/masks/source.py` writes it in CUDA. Both make their checks in
+the order that stands here.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ def int_value(expr: Expr) -> int | None:
 def build(op: str, *args: Expr) -> Expr:
     """The expression `op(*args)`, simplified.
 
-    What has an unsupported operand is neither simplified nor known, so that it cannot be cancelled or folded; truth values
-    keep their other operands, so that the user hears of all that is unsupported in them.
+    What has an unsupported operand is neither simplified nor known, so that it cannot be cancelled or folded; truth
+    values keep their other operands, so that the user hears of all that is unsupported in them.
 
     Args:
         op: an operator or a function of the grammar.

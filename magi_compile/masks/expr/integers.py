@@ -1,4 +1,5 @@
-"""Pointwise integer arithmetic that does not wrap around: int32 exactly where it is enough, int64 elsewhere, which ends at its ends."""
+"""Pointwise integer arithmetic that does not wrap around: int32 exactly where it is enough, int64 elsewhere,
+which ends at its ends."""
 
 from __future__ import annotations
 

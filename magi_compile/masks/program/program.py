@@ -32,8 +32,8 @@ _BY_CODE = (
 
 
 def _within_64_bits(keys: KeySet) -> KeySet:
-    """Raises UnsupportedMaskError where a tensor is compared with a number that 64 bits do not hold; for keys and rows, which are
-    small, the end of the 64 bits serves as well."""
+    """Raises UnsupportedMaskError where a tensor is compared with a number that 64 bits do not hold; for keys and rows,
+    which are small, the end of the 64 bits serves as well."""
     for expr in (expr for lane in keys.lanes for expr in (lane.lo, lane.hi, lane.keys)):
         large = [
             n.args[0] for n in expr.walk() if n.op == "int" and not -(2**63) <= n.args[0] < 2**63
@@ -49,11 +49,11 @@ def _within_64_bits(keys: KeySet) -> KeySet:
 class MaskProgram:
     """A mask as an expression of b, q, kv, of tensors `t0, t1, ...` and captured ints `s0, s1, ...`.
 
-    `program.text` and `MaskProgram.parse` are inverse. Tensors that have names carry them as a comment, behind which Python
-    functions may stand: of the tensors that are not captured but computed, and of the mask_mod itself. All is one line, because
-    Inductor writes the arguments of an op into a comment of the code that it makes:
+    `program.text` and `MaskProgram.parse` are inverse. Tensors that have names carry them as a comment, behind which
+    Python functions may stand: of the tensors that are not captured but computed, and of the mask_mod itself. All is
+    one line, because Inductor writes the arguments of an op into a comment of the code that it makes:
 
-        (t1[q] == t1[kv]) & (q >= kv)  # t0: documents, t1: documents.squeeze(0);; def t1(t0):;;     return t0.squeeze(0)
+        (t1[q] == t1[kv]) & (q >= kv)  # t0: docs, t1: docs.squeeze(0);; def t1(t0):;;     return t0.squeeze(0)
 
     Attributes:
         expr: the mask.

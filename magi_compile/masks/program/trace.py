@@ -1,8 +1,8 @@
 """From the graph of a mask_mod to a MaskProgram.
 
-Every node is one of three. An **expression**, where expressions can say what PyTorch computes in its dtypes. A **column**, a
-table with a value for each row or each key, where a node depends on one of these alone: the graph computes it, whatever it is.
-And **unsupported**, with a reason, which is nothing that could be compared or cancelled.
+Every node is one of three. An **expression**, where expressions can say what PyTorch computes in its dtypes. A
+**column**, a table with a value for each row or each key, where a node depends on one of these alone: the graph
+computes it, whatever it is. And **unsupported**, with a reason, which is nothing that could be compared or cancelled.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def read_graph(
         names: what the user calls the captured tensors.
 
     Returns:
-        The program: `refusals` says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it is.
+        The program: `refusals` says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it
+            is.
     """
     graph = graph.graph if isinstance(graph, GraphModule) else graph
     return read_with_care(graph, captures, names)[0]
@@ -99,8 +100,8 @@ def read_with_care(
 ) -> tuple[MaskProgram, bool]:
     """`read_graph`, and whether something that was tried with these captured values failed.
 
-    A mask_mod that has neither intervals nor a text, or that writes to what it computes, is read again, of the operators that it
-    consists of.
+    A mask_mod that has neither intervals nor a text, or that writes to what it computes, is read again, of the
+    operators that it consists of.
     """
     tracer = Tracer(graph, captures, list(names))
     program = tracer.program()
@@ -235,8 +236,8 @@ class Tracer:
         return self.with_text(expr, value)
 
     def functional(self) -> Graph | None:
-        """The graph of ATen's operators, which write to nothing, that computes the same for all values of captured ints and for
-        all symbolic sizes; None where there is none."""
+        """The graph of ATen's operators, which write to nothing, that computes the same for all values of captured ints
+        and for all symbolic sizes; None where there is none."""
         graph, captures = self.original
         output = next(node for node in graph.nodes if node.op == "output")
         result = output.args[0]

@@ -22,8 +22,8 @@ from magi_compile.masks.solver.key_sets import Grid, Promise, Refusal
 
 @dataclass(frozen=True)
 class Term:
-    """`m * ((a * base + r) // c) + s`, where `base` depends on b, h and kv and is kv itself or holds look-ups, or is the number of a key
-    in its period of a `grid`.
+    """`m * ((a * base + r) // c) + s`, where `base` depends on b, h and kv and is kv itself or holds look-ups, or is
+    the number of a key in its period of a `grid`.
 
     Whether `m` is negative is known, also where it is not a constant.
     """
@@ -99,8 +99,8 @@ def direction(expr: Expr) -> int | None:
 
 
 def _sign_of_key(expr: Expr) -> int | None:
-    """The direction of a multiple of kv beside which there are look-ups alone: positions in documents, say, which grow in each of
-    them. None: it is something else."""
+    """The direction of a multiple of kv beside which there are look-ups alone: positions in documents, say, which grow
+    in each of them. None: it is something else."""
     terms, _ = linear(expr)
     count = terms.get(KV, 0)
     if count == 0 or any(KV in outside_tables(term) for term in terms if term != KV):
@@ -256,7 +256,8 @@ class Arithmetic:
         return Term(build("mod", build("add", quotient, grid.start), grid.length), grid=grid)
 
     def without_repeat(self, x: Number, divisor: Expr) -> Grid | None:
-        """The grid of `x % divisor` where `x` is `y % n // c`, and n a multiple of `c * divisor`: that of `y // c % divisor`."""
+        """The grid of `x % divisor` where `x` is `y % n // c`, and n a multiple of `c * divisor`:
+        that of `y // c % divisor`."""
         if not isinstance(x, Term) or x.grid is None:
             return None
         is_plain = x.a == 1 and x.r == ZERO and x.m == ONE and x.s == ZERO

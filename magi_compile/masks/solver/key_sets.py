@@ -50,13 +50,14 @@ class Repeat(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The keys of `[lo, hi)` for which `keys`, an expression of b, h and kv alone, holds, and that are in all of `repeats`.
+    """The keys of `[lo, hi)` for which `keys`, an expression of b, h and kv alone, holds,
+    and that are in all of `repeats`.
 
-    `grouped` are promises `is_grouped`. Where one is broken, keys of other values lie between those it speaks of, in `[lo, hi)`
-    too: they do not count, and no harm is done if none lies between those that do.
+    `grouped` are promises `is_grouped`. Where one is broken, keys of other values lie between those it speaks of, in
+    `[lo, hi)` too: they do not count, and no harm is done if none lies between those that do.
 
-    `ordered` are promises `is_sorted` of all keys in an `upper_bound(keys, limit)` of `lo` or `hi`. They have to be kept by the
-    keys that the rest of the lane leaves: among these the bound is the first key above `limit`.
+    `ordered` are promises `is_sorted` of all keys in an `upper_bound(keys, limit)` of `lo` or `hi`. They have to be
+    kept by the keys that the rest of the lane leaves: among these the bound is the first key above `limit`.
     """
 
     lo: Expr

@@ -3,9 +3,9 @@
     (kv // 32 == q // 32) & (kv % 32 <= q % 32)    ->    one lane
     kv % 4096 <= q, of 8192 keys                   ->    two lanes
 
-A row sees one interval of each period of a grid. Its periods are numbered from the one with the first key of the lane on, so that
-as many lanes do as there can be periods in one row, which a bound of the lane's length tells. That needs no data where both edges
-move together.
+A row sees one interval of each period of a grid. Its periods are numbered from the one with the first key of the lane
+on, so that as many lanes do as there can be periods in one row, which a bound of the lane's length tells. That needs no
+data where both edges move together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""magi::mask_bits: a mask program and the tensors that it captures -> slices, with bit blocks where intervals do not do.
+"""magi::mask_bits: a mask program and the tensors that it captures -> slices,
+with bit blocks where intervals do not do.
 
-On a CPU the data of each run decide which: where the mask has intervals and its data are as these need them, the slices are
-those of `magi::mask_slices`; else they are one for every 128 queries and 128 keys, with bit blocks. There is room for both. On a GPU,
-where looking at the data would wait for them, all slices are the latter.
+On a CPU the data of each run decide which: where the mask has intervals and its data are as these need them, the slices
+are those of `magi::mask_slices`; else they are one for every 128 queries and 128 keys, with bit blocks. There is room
+for both. On a GPU, where looking at the data would wait for them, all slices are the latter.
 """
 
 from __future__ import annotations

@@ -94,8 +94,9 @@ class MaskCall(NamedTuple):
     def second_opinion(
         self, slices: AttnSlices, tables: Sequence[Tensor] | None = None
     ) -> list[MaskCheck]:
-        """That slices show what the mask_mod shows, where a process has not looked yet, or a user asks for it. They are those of
-        intervals, or with bits one for each block of the grid; `tables` are what the program reads, by default the captured tensors."""
+        """That slices show what the mask_mod shows, where a process has not looked yet, or a user asks for it. They are
+        those of intervals, or with bits one for each block of the grid; `tables` are what the program reads, by default
+        the captured tensors."""
         if not self.verify and is_verified(self.known_as(slices)):
             return []
         mask, captured = self.mask, self.tables if tables is None else tables
@@ -115,8 +116,8 @@ class MaskCall(NamedTuple):
 def empty_where_broken(
     lists: tuple[Tensor, Tensor, Tensor], checks: Sequence[MaskCheck]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Slices, of which nothing remains where a check fails on a GPU: it raises later there, so no kernel may meet the nonsense that
-    the data lead to."""
+    """Slices, of which nothing remains where a check fails on a GPU: it raises later there, so no kernel may meet the
+    nonsense that the data lead to."""
     if not checks or lists[0].device.type != "cuda":
         return lists
     holds = torch.stack([check.ok for check in checks]).all()

@@ -1,4 +1,5 @@
-"""Queries and keys of two sequences over ranks: work is balanced, keys lie where they are seen, and all that is seen arrives once."""
+"""Queries and keys of two sequences over ranks: work is balanced, keys lie where they are seen,
+and all that is seen arrives once."""
 
 import re
 

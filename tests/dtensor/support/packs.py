@@ -1,4 +1,5 @@
-"""The documents of a measurement: packs drawn without replacement, so that tokens have the lengths of the table "seeds"."""
+"""The documents of a measurement: packs drawn without replacement,
+so that tokens have the lengths of the table "seeds"."""
 
 import torch
 
@@ -8,8 +9,8 @@ from magi_bench.workloads.lengths import load_table
 def document_packs(total, num_packs, seed=42):
     """`num_packs` lists of document lengths with the sum `total`, none longer than a quarter of it.
 
-    Every document has the midpoint length of its bin; one longer than a quarter is cut into quarters and a rest, and one that
-    crosses the end of a pack is cut there.
+    Every document has the midpoint length of its bin; one longer than a quarter is cut into quarters and a rest, and
+    one that crosses the end of a pack is cut there.
     """
     generator = torch.Generator().manual_seed(seed)
     table = load_table("seeds")

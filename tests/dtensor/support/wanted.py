@@ -69,7 +69,8 @@ def expected_buffer(route, tensors):
 
 
 def expected_total(route, rank, buffers, total):
-    """What a reduce makes of `total`, where `buffers` are those of all ranks: fp32 sums, `rank` first, then in order."""
+    """What a reduce makes of `total`, where `buffers` are those of all ranks: fp32 sums, `rank` first,
+    then in order."""
     total = total.clone()
     ranges = route.host_sends.tolist()
     for peer, row, peer_row, count in sorted(ranges, key=lambda span: span[0] != rank):

@@ -71,7 +71,8 @@ extern "C" void bits(const bool* flags, int count, unsigned* words, int blocks, 
     });
 }
 
-// The workers do the jobs in their order, in `threads` / 32 warps side by side; when the last one is free, by each warp.
+// The workers do the jobs in their order, in `threads` / 32 warps side by side;
+// when the last one is free, by each warp.
 extern "C" void do_jobs(const int* durations, const int* jobs, int count, int workers, int* last, int threads) {
     launch(1, threads, [&] {
         ffa::for_each_warp(threads / 32, [&](int warp) {

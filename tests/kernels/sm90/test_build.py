@@ -1,4 +1,5 @@
-"""Every variant of the CUDA kernels compiles, without spills and with asynchronous wgmma, on a machine without a GPU."""
+"""Every variant of the CUDA kernels compiles, without spills and with asynchronous wgmma,
+on a machine without a GPU."""
 
 import itertools
 import os

@@ -41,7 +41,8 @@ def check_bits(kernel, dtype, device, heads=None, softcap=0.0):
 
 @dataclass(frozen=True)
 class BitCase(Case):
-    """A random mask of each batch entry and head, bool `[batch, masks, seqlen_q, seqlen_k]`, behind the slices of another case.
+    """A random mask of each batch entry and head, bool `[batch, masks, seqlen_q, seqlen_k]`,
+    behind the slices of another case.
 
     Entries and heads with masks of their own are rows of one head, so `heads` are those that share a mask.
     """
@@ -86,7 +87,8 @@ class BitCase(Case):
 
 
 def random_table(batch, masks, seqlen_q, seqlen_k, seed):
-    """Most pairs at random; rows that see nothing, rows that see all, and pieces of blocks that are visible or hidden as a whole."""
+    """Most pairs at random; rows that see nothing, rows that see all,
+    and pieces of blocks that are visible or hidden as a whole."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.rand(batch, masks, seqlen_q, seqlen_k, generator=generator) < 0.3
     table[..., 7::29, :] = False

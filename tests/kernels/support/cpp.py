@@ -23,20 +23,20 @@ ON_A_CPU = {"common/ptx.cuh": "ptx_on_a_cpu.cuh", "common/wgmma.cuh": "wgmma_on_
 
 
 class Library:
-    """C++ compiled once: kept for later runs of tests, under a digest of all that the compiler reads. Of the workers of one run,
-    who asks first compiles it, and the others wait.
+    """C++ compiled once: kept for later runs of tests, under a digest of all that the compiler reads. Of the workers of
+    one run, who asks first compiles it, and the others wait.
 
     The compiler runs until the first use of `path` waits for it. Skips the test where there is no g++.
 
     Args:
         directories: those of pytest.
-        main: the source; it may include those of `csrc/sm90`, in which headers of this directory stand for those in `replaced`, and
-            these headers.
+        main: the source; it may include those of `csrc/sm90`, in which headers of this directory stand for those in
+            `replaced`, and these headers.
         options: of the compiler.
         replaced: headers of this directory by those that they replace.
         headers: the texts of others, by name.
-        header_options: of `options`, those with which the standard headers are compiled, once for all libraries. None for headers that
-            are compiled with the rest.
+        header_options: of `options`, those with which the standard headers are compiled, once for all libraries. None
+            for headers that are compiled with the rest.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class Library:
 def _digest(
     main: str, options: str, replaced: Mapping[str, str], headers: Mapping[str, str]
 ) -> str:
-    """Of the compiler, its options, and every text that `main` includes from here or from `csrc/sm90`, under whatever condition."""
+    """Of the compiler, its options, and every text that `main` includes from here or from `csrc/sm90`,
+    under whatever condition."""
     texts = {"main.cpp": main}
     names = ["main.cpp"]
     while names:
@@ -126,7 +127,8 @@ def _compiler() -> str:
 
 @cache
 def kept_for_later() -> Path:
-    """`$MAGI_COMPILE_TEST_CACHE_DIR`, or a folder in the user's cache directory; what was used longest ago has gone if it was full."""
+    """`$MAGI_COMPILE_TEST_CACHE_DIR`, or a folder in the user's cache directory;
+    what was used longest ago has gone if it was full."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.environ.get("MAGI_COMPILE_TEST_CACHE_DIR") or f"{caches}/magi_compile_tests"
     path = Path(folder).expanduser()
@@ -151,8 +153,8 @@ def _shared(directories: pytest.TempPathFactory) -> Path:
 
 
 def _standard_headers(root: Path, options: str) -> Path:
-    """A header with all that `ON_A_CPU` includes of the standard library, precompiled. The compiler takes its text where the
-    precompiled one is not there, or not for its options."""
+    """A header with all that `ON_A_CPU` includes of the standard library, precompiled. The compiler takes its text
+    where the precompiled one is not there, or not for its options."""
     path = root / f"standard-{hashlib.sha256(options.encode()).hexdigest()[:24]}.hpp"
     written = root / f"{path.stem}.{os.getpid()}.hpp"
     written.write_text("".join(f"#include <{name}>\n" for name in _STANDARD_HEADERS))

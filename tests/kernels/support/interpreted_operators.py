@@ -1,4 +1,5 @@
-"""Operators that have a spelling in Triton, in its CPU interpreter. Not collected: `tests/kernels/test_operators.py` runs this file."""
+"""Operators that have a spelling in Triton, in its CPU interpreter. Not collected:
+`tests/kernels/test_operators.py` runs this file."""
 
 import linecache
 
@@ -15,7 +16,10 @@ NAMES = [
     for found in dict.fromkeys(OPERATORS.values())
     if found.kind is not Kind.RULE and found.triton
 ]
-HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef run(a, b, out):\n    i = tl.arange(0, 32)[None, :]\n"
+HEAD = (
+    "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef run(a, b, out):\n    i "
+    "= tl.arange(0, 32)[None, :]\n"
+)
 
 
 def kernel_of(function, dtype, count):

@@ -1,7 +1,7 @@
 """The Triton kernel in Triton's CPU interpreter, in fp16 and fp32 (its bf16 is wrong).
 
-Not collected: `tests/kernels/triton/test_kernel.py` runs this file in a process of its own with TRITON_INTERPRET=1, because Triton
-chooses its interpreter for good when it is first imported.
+Not collected: `tests/kernels/triton/test_kernel.py` runs this file in a process of its own with TRITON_INTERPRET=1,
+because Triton chooses its interpreter for good when it is first imported.
 """
 
 from dataclasses import replace

@@ -146,7 +146,8 @@ def addresses_out(params: bytes, known: dict[int, str]) -> bytes:
 
 
 def same_launches(setup: Setup) -> None:
-    """The forward and the backward, with and without a gradient of lse, in Python and then repeated, with other tensors."""
+    """The forward and the backward, with and without a gradient of lse, in Python and then repeated,
+    with other tensors."""
     slices = AttnSlices.from_cu_seqlens(
         torch.tensor([0, 100, ROWS], dtype=torch.int32), causal=True
     )
@@ -269,8 +270,8 @@ def bit_blocks(setup: Setup) -> None:
 
 
 def by_entry(setup: Setup) -> None:
-    """Tensors by entries of the batch, which the op packs and unpacks: views of them are repeated too; copies, and views of which
-    nobody knows whose they are, go through Python."""
+    """Tensors by entries of the batch, which the op packs and unpacks: views of them are repeated too; copies, and
+    views of which nobody knows whose they are, go through Python."""
     plan = plan_of(AttnSlices.full(ROWS))
     numbering = (1, 4, ROWS, ROWS, 0)
     options = ([], plan, 0.125, 0.0, "cuda")
@@ -302,7 +303,8 @@ def by_entry(setup: Setup) -> None:
 
 
 def mask_bits(setup: Setup) -> None:
-    """The slices of a mask_mod with bit blocks; what PyTorch computes in front of the kernel is computed in each call."""
+    """The slices of a mask_mod with bit blocks; what PyTorch computes in front of the kernel is computed in each
+    call."""
     code = "def mask(q, kv, t0):;;     return t0[q] & t0[kv] > 0"
     whole, in_front = f"mask;; {code}", f"mask;; {code.replace('t0[kv]', 't0.flip(0)[kv]')}"
     verify._verified.update(f"bits of {text}" for text in (whole, in_front))

@@ -1,4 +1,5 @@
-"""Kernels of `csrc/sm90`, as they are, on a CPU: g++ compiles them with `ptx_on_a_cpu.cuh` in place of `common/ptx.cuh`."""
+"""Kernels of `csrc/sm90`, as they are, on a CPU: g++ compiles them with `ptx_on_a_cpu.cuh` in place of
+`common/ptx.cuh`."""
 
 from __future__ import annotations
 

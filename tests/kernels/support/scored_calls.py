@@ -1,4 +1,5 @@
-"""Calls of the Hopper kernels with a score program, on packed rows as a lowered call has them, for comparisons with dense attention."""
+"""Calls of the Hopper kernels with a score program, on packed rows as a lowered call has them,
+for comparisons with dense attention."""
 
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ BATCH, NHEADS, NHEADS_KV = 2, 4, 2  # those that the captured tensors of CASES a
 
 @dataclass(frozen=True)
 class Masked:
-    """Who sees what: `mask(b, h, q, kv)`, and how slices say it: with bit blocks, or one of `mask_type` for each piece of so many rows
-    (0: of a batch entry) and the same keys. With `is_by_head` heads are batch entries of their own."""
+    """Who sees what: `mask(b, h, q, kv)`, and how slices say it: with bit blocks, or one of `mask_type` for each piece
+    of so many rows (0: of a batch entry) and the same keys. With `is_by_head` heads are batch entries of their own."""
 
     name: str
     mask: object
@@ -70,7 +71,8 @@ BY_HEAD = Masked(
 
 
 class Attention(torch.autograd.Function):
-    """out `[B, H, S, D]` and lse by the kernel, of packed rows as a lowered call has them, and of the captured tensors of the call."""
+    """out `[B, H, S, D]` and lse by the kernel, of packed rows as a lowered call has them,
+    and of the captured tensors of the call."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, *tables):
@@ -150,8 +152,8 @@ def check(
     dtype=torch.bfloat16,
     **how,
 ):
-    """Values and gradients of `case`, those of its captured tensors too unless `learns` is False; these are of `dtype` too, or of
-    `table_dtype`. `dense` makes its score_mod for dense attention, where that is another one."""
+    """Values and gradients of `case`, those of its captured tensors too unless `learns` is False; these are of `dtype`
+    too, or of `table_dtype`. `dense` makes its score_mod for dense attention, where that is another one."""
     captures = case.tensors(how.pop("table_dtype", dtype))
     dense = how.pop("dense", case.make)
     if not how.pop("learns", True):

@@ -35,7 +35,8 @@ def shared_memory(
     program: dict[str, Any] | None = None,
     types: dict[str, Any] | None = None,
 ) -> int:
-    """Bytes of shared memory of a kernel for bf16 inputs with contiguous heads; `types` are of the arguments of a program."""
+    """Bytes of shared memory of a kernel for bf16 inputs with contiguous heads;
+    `types` are of the arguments of a program."""
     from magi_compile.kernels.triton import device as triton_device
 
     sizes = (8, 2, head_dim, head_dim)

@@ -107,7 +107,8 @@ SIZES = {"batch": 2, "seqlen_q": 6, "seqlen_k": 6}
         (
             "t0[b, kv] > t0[b, q]",
             [[0, 1, 2, 3, 3, 4], [0, 0, 0, 0, 2, 1]],
-            r"`t0\[b, kv\]` must never decrease along the keys that a row may see, but in row q = 0 of batch entry 1 it "
+            r"`t0\[b, kv\]` must never decrease along the keys that a row may see, but in row q = 0 of "
+             r"batch entry 1 it "
             "does",
         ),
         (

@@ -1,4 +1,5 @@
-"""What expressions cannot say: computed in the mask_mod's own graph where it depends on rows or keys alone, else refused."""
+"""What expressions cannot say: computed in the mask_mod's own graph where it depends on rows or keys alone,
+else refused."""
 
 import functools
 import math

@@ -122,9 +122,11 @@ def test_numpy_scalars_are_numbers():
         (lambda b, h, q, kv: document[kv] - kv * kv == q, ["has no order along the keys"]),
         (lambda b, h, q, kv: kv // 3 + (kv + q) // 5 == q, ["depend on the key in two ways"]),
         (lambda b, h, q, kv: (kv // 3 * 2 + q) // 5 == q, ["is not a step function of kv"]),
-        (lambda b, h, q, kv: (kv % 6 * 4 - kv % 4 < q) & (document[kv] + kv % 3 == q), ["`kv % 6 \\* 4 - kv % 4` depends on the key by more than `kv % 6` alone", "more than `kv % 3` alone"]),
+        (lambda b, h, q, kv: (kv % 6 * 4 - kv % 4 < q) & (document[kv] + kv % 3 == q),
+         ["`kv % 6 \\* 4 - kv % 4` depends on the key by more than `kv % 6` alone", "more than `kv % 3` alone"]),
         (lambda b, h, q, kv: kv * kv % 5 == q, [r"`kv \* kv % 5` repeats along the keys, but not"]),
-        (lambda b, h, q, kv: kv % document[q] == q, [r"`kv % document\[q\]` repeats along the keys in steps that are not one number"]),
+        (lambda b, h, q, kv: kv % document[q] == q, [r"`kv % document\[q\]` repeats along the keys in "
+         r"steps that are not one number"]),
         (lambda b, h, q, kv: q, ["a mask must be a truth value, got the integer `q`"]),
         (lambda b, h, q, kv: document[q], [r"a mask must be a truth value, got the integer `document\[q\]`"]),
         (lambda b, h, q, kv: "yes", ["returns something else than a truth value: `'yes'`"]),
@@ -140,11 +142,13 @@ def test_numpy_scalars_are_numbers():
         (lambda b, h, q, kv: q & kv, ["`&` of the bits of `q` and `kv`"]),
         (lambda b, h, q, kv: (bytes_[q] | bytes_[kv]) == 3, [r"`\|` of the bits of `bytes_\[q\]` and `bytes_\[kv\]`"]),
         (lambda b, h, q, kv: of_entries[q] == kv, [r"of shape|has shape \[100\]"]),
-        (lambda b, h, q, kv: bytes_[q] - bytes_[kv] >= 0, [r"`bytes_\[q\] - bytes_\[kv\]` may wrap around in torch.uint8; convert the captured tensor to torch.int32"]),
+        (lambda b, h, q, kv: bytes_[q] - bytes_[kv] >= 0, [r"`bytes_\[q\] - bytes_\[kv\]` may wrap "
+         r"around in torch.uint8; convert the captured tensor to torch.int32"]),
         (lambda b, h, q, kv: (q * 2 - kv).to(torch.int8) >= 3, ["`q \\* 2 - kv` may wrap around in torch.int8"]),
         (lambda b, h, q, kv: torch.rand(()) + q > kv, ["is random"]),
         (lambda b, h, q, kv: torch.sin(q - kv) == torch.sin(q - kv), ["`sin` is not an operation on masks"]),
-        (lambda b, h, q, kv: torch.where(q - kv < torch.sign(q - kv), q > kv, q > kv), ["`sign` is not an operation on masks"]),
+        (lambda b, h, q, kv: torch.where(q - kv < torch.sign(q - kv), q > kv, q > kv),
+         ["`sign` is not an operation on masks"]),
     ],
 )  # fmt: skip
 def test_refusals(mask_mod, reasons):

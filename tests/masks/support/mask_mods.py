@@ -306,7 +306,8 @@ def block_diffusion_of_documents(batch, seqlen_q, seqlen_k):
 
 
 def packed_positions(batch, seqlen_q, seqlen_k):
-    """As Hugging Face's transformers mask packed sequences: positions begin anew in each, causal and a window by them."""
+    """As Hugging Face's transformers mask packed sequences: positions begin anew in each,
+    causal and a window by them."""
     length = max(seqlen_q, seqlen_k)
     document = batched(lambda seed: ids(length, 30, seed), batch)
     starts = torch.ones_like(document, dtype=torch.bool)
@@ -394,7 +395,8 @@ def neighbourhood(batch, seqlen_q, seqlen_k):
 
 
 def video_tiles(batch, seqlen_q, seqlen_k):
-    """Tiles of eight tokens, three in a line and four lines in a frame: those around a tile, but for text at the end."""
+    """Tiles of eight tokens, three in a line and four lines in a frame: those around a tile,
+    but for text at the end."""
     text = max(seqlen_q, seqlen_k) - 9
 
     def coordinates(index):

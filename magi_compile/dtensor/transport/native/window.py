@@ -44,8 +44,8 @@ class Window:
     """The slots of one group for one purpose, and the stream that reads from them.
 
     A use is `next_slot`, `meet`, reads on `stream`, `end`; the next begins after that. Ranks go through the same uses
-    in the same order, with equal sizes. Memory grows to the largest that was asked for, from the second time on with a quarter to
-    spare. Until ranks meet, the slot whose turn it is stays the same, whoever asks again.
+    in the same order, with equal sizes. Memory grows to the largest that was asked for, from the second time on with a
+    quarter to spare. Until ranks meet, the slot whose turn it is stays the same, whoever asks again.
 
     Args:
         group: the ranks.

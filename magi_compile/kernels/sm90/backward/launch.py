@@ -88,7 +88,8 @@ class _Prepared:
         source = None if shape.score is None else shape.score.source
         self._config = backward_config(problem, keeps_slopes=keeps_slopes(source))
         self._num_sms = num_sms(shape.device_index)
-        # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at most.
+        # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at
+        # most.
         places = self._num_sms // self._config.num_ctas
         self._grid = min(shape.num_tiles * problem.nheads_q, places)
         self._section_heads = backward_sections(problem, shape.num_tiles, places)
@@ -367,8 +368,8 @@ def _given(
 
 class BackwardPass:
     """One backward pass in steps, on the stream and the device that are torch's current ones when it is made: see
-    `magi_compile.kernels.overlap.BackwardSteps`. Each launch waits for the one in front of it to end, since work of other
-    streams lies between.
+    `magi_compile.kernels.overlap.BackwardSteps`. Each launch waits for the one in front of it to end, since work of
+    other streams lies between.
 
     Args:
         grads: of the results.

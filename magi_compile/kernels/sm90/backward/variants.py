@@ -28,7 +28,8 @@ def backward_variants(
     deterministic: bool = False,
     score: ScoreSource | None = None,
 ) -> tuple[Variant, Variant, Variant]:
-    """The kernels to compile for `problem`: before, main, after; main with a `score` program where `problem` has one."""
+    """The kernels to compile for `problem`: before, main, after;
+    main with a `score` program where `problem` has one."""
     assert problem.has_score == (score is not None)
     config = backward_config(problem, keeps_slopes=keeps_slopes(score))
     element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": cuda_head_dim(problem)}

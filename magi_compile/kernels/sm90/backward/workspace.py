@@ -19,9 +19,9 @@ class Scratch(NamedTuple):
     """The offsets in the one allocation, in bytes.
 
     First the sums of dq `[nheads_q, padded_q, cuda_head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
-    csrc/sm90/common/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
-    what its writer needs; then how many parts have arrived, the visits of csrc/sm90/backward/params.cuh that are done and those that are
-    wanted, and the progress of dq.
+    csrc/sm90/common/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda,
+    and what its writer needs; then how many parts have arrived, the visits of csrc/sm90/backward/params.cuh that are
+    done and those that are wanted, and the progress of dq.
     """
 
     num_slots: int  # how many parts of tiles there is room for

@@ -1,4 +1,5 @@
-"""Tensors that a mask_mod makes for a pair of a query and a key, of which nothing is computed but the numbers that it uses.
+"""Tensors that a mask_mod makes for a pair of a query and a key,
+of which nothing is computed but the numbers that it uses.
 
 t0[b].unsqueeze(0)      ->      a Lazy of shape [1, n], whose number at (i, j) is that of t0 at (b, j)
 """
@@ -43,8 +44,9 @@ class Lazy(NamedTuple):
 
 
 class Body:
-    """Statements that compute numbers, each once. `home` says in which body that is, for queries, keys or pairs; `outer` are the kinds
-    of bodies whose results this one is given, `type_of` says how C++ calls the numbers of a dtype."""
+    """Statements that compute numbers, each once. `home` says in which body that is, for queries, keys or pairs;
+    `outer` are the kinds of bodies whose results this one is given, `type_of` says how C++ calls the numbers of a
+    dtype."""
 
     def __init__(
         self,

@@ -59,8 +59,9 @@ def forward_variant(
     is_early: bool = False,
     score: ScoreSource | None = None,
 ) -> Variant:
-    """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before remote keys are there,
-    `has_stairs` if a run may have a lane, with a `score` program where `problem` has one. Runs that may have bits may have lanes."""
+    """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before remote keys are
+    there, `has_stairs` if a run may have a lane, with a `score` program where `problem` has one. Runs that may have
+    bits may have lanes."""
     assert problem.has_score == (score is not None)
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],

@@ -1,13 +1,15 @@
-"""A forward pass that begins before some of its keys are there: two launches side by side that share the tiles of one plan.
+"""A forward pass that begins before some of its keys are there:
+two launches side by side that share the tiles of one plan.
 
     in front of the arrival    tiles that see local keys alone, then, of others, the local split, which leaves in fp32;
                                once the other launch runs, what that one takes
-    behind the arrival         tiles that see remote keys, merged with their local split if there is one; then what is left
+    behind the arrival         tiles that see remote keys, merged with their local split, if there is one; the others
 
-Local keys are there from the start, remote keys are not. Nothing waits inside a kernel for them, so that thread blocks never hold
-SMs that the remote keys need to get here: a block that finds nothing to do ends, and one of the other launch takes its place.
-The first launch leaves at least one SM to the other, which by beginning says that remote keys are there. How long they take
-need not be known; a tile that is cut in two costs another pass over its rows, and no more are than it takes.
+Local keys are there from the start, remote keys are not. Nothing waits inside a kernel for them, so that thread blocks
+never hold SMs that the remote keys need to get here: a block that finds nothing to do ends, and one of the other launch
+takes its place. The first launch leaves at least one SM to the other, which by beginning says that remote keys are
+there. How long they take need not be known; a tile that is cut in two costs another pass over its rows, and no more are
+than it takes.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ _REMOTE_K, _REMOTE_V = 6, 7
 _SPLIT_OUT, _SPLIT_LSE, _COUNTERS, _REMOTE_SPLITS, _LOCAL_TILES, _SPLIT_TILES = range(
     OTHER, OTHER + 6
 )
-# In words, the counters of a call: a ticket of each list, then how many splits were begun, then how many warps have stored each.
+# In words, the counters of a call: a ticket of each list, then how many splits were begun, then how many warps have
+# stored each.
 _NUM_BEGUN, _NUM_STORED = 3, 4
 _NO_BLOCK = 2**31 - 1  # begins behind the arrival
 
@@ -73,7 +76,8 @@ class EarlyPlan(NamedTuple):
     """The q walk of a plan, by what it needs of remote keys. Lists are longest first, with padding behind."""
 
     remote_tiles: Tensor  # int32 [num_tiles, 4]: those that see remote keys
-    remote_splits: Tensor  # int32 [num_tiles, 2], of these: the first remote run, and which split the local runs are, or NO_SPLIT
+    # int32 [num_tiles, 2], of these: the first remote run, and which split the local runs are, or NO_SPLIT
+    remote_splits: Tensor
     local_tiles: Tensor  # int32 [num_tiles, 4]: those that do not
     split_tiles: Tensor  # int32 [num_splits, 4]: local runs of tiles that see both
     runs: Tensor  # int32 [num_runs, 12], the local ones of each tile first
@@ -144,8 +148,8 @@ def early_plan(walk: Walk, tiles: PlanTiles, remote_begin: int) -> EarlyPlan:
 
 
 class EarlyForward:
-    """Attention of `q` over local and remote keys, on torch's current stream and on another that it then waits for, in steps: see
-    `magi_compile.kernels.overlap.ForwardSteps`.
+    """Attention of `q` over local and remote keys, on torch's current stream and on another that it then waits for, in
+    steps: see `magi_compile.kernels.overlap.ForwardSteps`.
 
     Args:
         q: `[total_q, nheads_q, head_dim]`, not empty.

@@ -1,7 +1,8 @@
-"""Long tiles in splits, where tiles and heads are too few to keep the SMs busy: some tiles of the q walk are cut along their
-blocks, the forward leaves what it finds in fp32, and one more launch merges it.
+"""Long tiles in splits, where tiles and heads are too few to keep the SMs busy: some tiles of the q walk are cut along
+their blocks, the forward leaves what it finds in fp32, and one more launch merges it.
 
-How many splits there may be follows from shapes; which tiles are cut, the GPU decides (`csrc/sm90/planner/split_tiles.cu`).
+How many splits there may be follows from shapes; which tiles are cut, the GPU decides
+(`csrc/sm90/planner/split_tiles.cu`).
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def merge_variant(head_dim_v: int, dtype: torch.dtype) -> Variant:
 def cut_tiles(
     q_tiles: Tensor, q_runs: Tensor, seqlen_k: int, sizes: PlanTiles, problem: AttnProblem
 ) -> Tensor:
-    """The q walk of a plan with tiles in splits, int32, in a `SplitLayout`, on torch's current stream; empty where `problem` needs
-    none, and on a CPU. Of fake tensors a fake one."""
+    """The q walk of a plan with tiles in splits, int32, in a `SplitLayout`, on torch's current stream; empty where
+    `problem` needs none, and on a CPU. Of fake tensors a fake one."""
     device, counts = q_tiles.device, (q_tiles.shape[0], q_runs.shape[0])
     size = _size(problem, seqlen_k, *counts, device)
     if _compat.is_fake(q_tiles) or size == 0:
@@ -201,7 +202,8 @@ def forward_in_splits(
     bits: Tensor | None = None,
     max_scores: Tensor | None = None,
 ) -> ForwardOutput:
-    """Attention of q over the `splits` of the q walk of a plan, which are not empty, on torch's current stream; see `forward`."""
+    """Attention of q over the `splits` of the q walk of a plan, which are not empty, on torch's current stream;
+    see `forward`."""
     assert (max_scores is not None) == problem.has_max_scores
     tiles, runs, edges = walk
     sizes = (tiles.shape[0], runs.shape[0], splits.shape[0], edges.shape[0] > 0)

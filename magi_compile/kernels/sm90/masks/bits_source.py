@@ -5,8 +5,8 @@
                                        static __device__ Key key(...)      t0[kv]
                                        static __device__ bool pair(...)    the rest
 
-It computes what PyTorch does in the mask_mod's own graph (`mask_graph.py`), in its dtypes (`codegen/pointwise.py`). Sizes, captured ints and
-values of tensors come in as words: they change nothing here.
+It computes what PyTorch does in the mask_mod's own graph (`mask_graph.py`), in its dtypes (`codegen/pointwise.py`).
+Sizes, captured ints and values of tensors come in as words: they change nothing here.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ class Prepared(NamedTuple):
     Attributes:
         compute: gives the values of the nodes of `source.words`, from the captured tensors and ints.
         source: of the kernel.
-        call: its buffers are the tensors of `source.words`, the two grids of block lists where there are some, then what it makes:
-            q_ranges, k_ranges, mask_types, the bits, and a workspace. It launches nothing where there is no pair.
+        call: its buffers are the tensors of `source.words`, the two grids of block lists where there are some, then
+            what it makes: q_ranges, k_ranges, mask_types, the bits, and a workspace. It launches nothing where there is
+                no pair.
     """
 
     compute: Callable[[Sequence[Tensor], Sequence[int]], Values]
@@ -85,8 +86,8 @@ def mask_bits_on_device(
         device: where to compute.
 
     Returns:
-        q_ranges, k_ranges, mask_types and bits, of `grid.num_blocks` slices; the n-th one has bit block n, if any. None where the
-        mask_mod does what CUDA is not generated for: then tensor operations evaluate it.
+        q_ranges, k_ranges, mask_types and bits, of `grid.num_blocks` slices; the n-th one has bit block n, if any. None
+        where the mask_mod does what CUDA is not generated for: then tensor operations evaluate it.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())

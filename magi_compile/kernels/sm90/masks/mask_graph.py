@@ -1,5 +1,5 @@
-"""A mask_mod as a graph of PyTorch's operators, in two parts: what is the same for all pairs of a query and a key, which PyTorch
-computes in front of the kernel, and what differs between them.
+"""A mask_mod as a graph of PyTorch's operators, in two parts: what is the same for all pairs of a query and a key,
+which PyTorch computes in front of the kernel, and what differs between them.
 
     documents.cumsum(0)[kv - 2 * s0] > q      ->      constants: documents.cumsum(0), 2 * s0
                                                       of pairs:  gt(index(_, [sub(kv, _)]), q)

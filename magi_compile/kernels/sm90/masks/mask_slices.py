@@ -1,5 +1,5 @@
-"""Mask programs by `csrc/sm90/masks`: what `row_intervals`, `padded_slices_from_intervals` and `BlockLists.checks` give, in two
-launches or one."""
+"""Mask programs by `csrc/sm90/masks`: what `row_intervals`, `padded_slices_from_intervals` and `BlockLists.checks`
+give, in two launches or one."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Prepared(NamedTuple):
         sizes: of the mask.
         source: of the kernel.
         workspace: what lies where in the last tensor that the call makes.
-        call: its buffers are the captured tensors, two tensors for each kind of block lists, then what it makes: q_ranges,
-            k_ranges, mask_types and the workspace. It launches nothing where there is no row or no key.
+        call: its buffers are the captured tensors, two tensors for each kind of block lists, then what it makes:
+            q_ranges, k_ranges, mask_types and the workspace. It launches nothing where there is no row or no key.
     """
 
     sizes: Sizes
@@ -94,8 +94,8 @@ class Prepared(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The slices of a mask, `(q_ranges, k_ranges, mask_types)`, and the tensors that its program reads: the captured ones and
-    those computed."""
+    """The slices of a mask, `(q_ranges, k_ranges, mask_types)`, and the tensors that its program reads: the captured
+    ones and those computed."""
 
     lists: tuple[Tensor, Tensor, Tensor]
     tables: list[Tensor]
@@ -289,8 +289,8 @@ def _lists_launch(
     block_size: tuple[int, ...],
     first_buffer: int,
 ) -> Launch:
-    """Compares block lists with the intervals. `fields` are those of its parameters that the lists do not say; the lists are
-    buffers from `first_buffer` on."""
+    """Compares block lists with the intervals. `fields` are those of its parameters that the lists do not say; the
+    lists are buffers from `first_buffer` on."""
     rows, keys = block_size
     num_q = -(-sizes.seqlen_q // rows)
     blocks.check_lengths(num_q)

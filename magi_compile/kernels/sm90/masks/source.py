@@ -4,8 +4,8 @@
                                                static __device__ void lanes(...)  [group.begin, min(group.end, q + 1))
                                                static __device__ void find(...)   what a failed check has found
 
-It computes and checks in the order of masks/evaluation/visit.py, like tensor operations (masks/evaluation/evaluate.py). Sizes, captured
-ints and the shapes of captured tensors come in as values: they change nothing here.
+It computes and checks in the order of masks/evaluation/visit.py, like tensor operations (masks/evaluation/evaluate.py).
+Sizes, captured ints and the shapes of captured tensors come in as values: they change nothing here.
 """
 
 from __future__ import annotations

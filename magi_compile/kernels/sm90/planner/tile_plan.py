@@ -38,7 +38,8 @@ def planner_variant(has_bits: bool = False) -> Variant:
 def plan_on_device(
     slices: AttnSlices, sizes: PlanTiles, problem: AttnProblem | None = None
 ) -> Plan:
-    """The plan of `slices` on their GPU, on torch's current stream, in one piece of memory; nothing waits for the device.
+    """The plan of `slices` on their GPU, on torch's current stream, in one piece of memory;
+    nothing waits for the device.
 
     Args:
         slices: of the mask.

@@ -1,8 +1,8 @@
 """Calls that are prepared once for shapes and repeated with other addresses.
 
-What a call launches follows from its shapes, dtypes and scales: which kernels, with which parameters, and what memory. All that
-changes from call to call is where its tensors lie. A `Call` holds the former, and `run` puts in the latter: memory is allocated,
-its addresses are written into copies of the parameters, and the kernels are launched.
+What a call launches follows from its shapes, dtypes and scales: which kernels, with which parameters, and what memory.
+All that changes from call to call is where its tensors lie. A `Call` holds the former, and `run` puts in the latter:
+memory is allocated, its addresses are written into copies of the parameters, and the kernels are launched.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Launch:
 class Call(NamedTuple):
     """The prepared call for tensors of one layout.
 
-    Buffers are numbered: first the tensors that `run` is given, then those that it allocates. Negative numbers count from the end of
-    what is behind these.
+    Buffers are numbered: first the tensors that `run` is given, then those that it allocates. Negative numbers count
+    from the end of what is behind these.
 
     Attributes:
         made: what is allocated.

@@ -1,5 +1,5 @@
-"""Compiled kernels and the launcher on disk: what is read was written under that name, whole, by this user or by root. Trouble with the disk
-costs time, nothing else."""
+"""Compiled kernels and the launcher on disk: what is read was written under that name, whole, by this user or by root.
+Trouble with the disk costs time, nothing else."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def write(name: str, content: bytes) -> None:
 
 
 def _replace(directory: int, name: str, written: bytes) -> None:
-    """Puts a file in place of what has its name, at once. What a crash of the machine leaves of it has another digest."""
+    """Puts a file in place of what has its name, at once.
+    What a crash of the machine leaves of it has another digest."""
     temporary = f"tmp-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     file = os.open(temporary, flags, 0o600, dir_fd=directory)

@@ -108,8 +108,10 @@ def check_remote_keys(k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if not _is_tma_compatible(x):
             raise ValueError(
-                f"remote `{name}` must be 16-byte aligned, with row and head strides that are multiples of 16 bytes and a "
-                f"stride of 1 in head_dim, got an address of 16 n + {x.data_ptr() % 16} and strides {x.stride()} in elements"
+                f"remote `{name}` must be 16-byte aligned, with row and head strides that are "
+                "multiples of 16 bytes and a "
+                f"stride of 1 in head_dim, got an address of 16 n + {x.data_ptr() % 16} and strides "
+                f"{x.stride()} in elements"
             )
 
 
@@ -130,7 +132,8 @@ def are_tma_layouts(layouts: Sequence[Layout], dtype: torch.dtype) -> bool:
 
 
 def routed(prepare: Any, tensors: tuple[Tensor, ...], *rest: Any) -> tuple[tuple[Tensor, ...], Any]:
-    """`tensors` as TMA can read them, and what `prepare` has for their layouts: `prepare(layouts, *rest, device_index)`."""
+    """`tensors` as TMA can read them, and what `prepare` has for their layouts:
+    `prepare(layouts, *rest, device_index)`."""
     layouts = tuple([(x.shape, x.stride()) for x in tensors])
     call = prepare(layouts, *rest, tensors[0].device.index)
     if call is None or any([x.data_ptr() % 16 for x in tensors]):
@@ -186,7 +189,8 @@ class LaunchOptions(NamedTuple):
     """The options of a launch, besides the number of threads."""
 
     shared_bytes: int = SHARED_BYTES
-    may_start_early: bool = False  # when the kernel in front lets it; it waits for its results itself (`griddepcontrol`)
+    # When the kernel in front lets it; it waits for its results itself (`griddepcontrol`).
+    may_start_early: bool = False
     cluster: int = 1  # thread blocks in a row that are a cluster
     is_cooperative: bool = False  # whether all thread blocks are on the GPU at once
 

@@ -1,8 +1,9 @@
-"""The launcher of `csrc/host`, which repeats prepared calls without Python: building it, loading it, handing calls over.
+"""The launcher of `csrc/host`, which repeats prepared calls without Python: building it, loading it,
+handing calls over.
 
-It is a small shared library without dependencies. The C++ compiler of the machine builds it when the first kernel is launched,
-and it is kept in the cache directory. Where there is no compiler, or `MAGI_COMPILE_LAUNCHER=0` is set, calls go through Python:
-they take longer on the host, and nothing else changes.
+It is a small shared library without dependencies. The C++ compiler of the machine builds it when the first kernel is
+launched, and it is kept in the cache directory. Where there is no compiler, or `MAGI_COMPILE_LAUNCHER=0` is set, calls
+go through Python: they take longer on the host, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Launcher:
     """
 
     def __init__(self, library: int, driver: str = "libcuda.so.1"):
-        # The file that was verified, whatever its name leads to by now. The dot is for the loader, which takes a name that it
-        # has seen for the same library: nobody else writes it like this.
+        # The file that was verified, whatever its name leads to by now. The dot is for the loader, which takes a name
+        # that it has seen for the same library: nobody else writes it like this.
         self._library = ctypes.CDLL(f"/proc/self/./fd/{library}")
         self._library.magi_open.restype = ctypes.c_char_p
         missing = self._library.magi_open(driver.encode())
@@ -56,8 +57,8 @@ class Launcher:
         _checks.on_flags(self._watch)
 
     def register(self, name: str, arguments: str, results: str, dispatch_key: str = "CUDA") -> None:
-        """Takes over the op `magi::name` where `dispatch_key` says; what it does not know, `magi::name_in_python` computes,
-        under `adopting`.
+        """Takes over the op `magi::name` where `dispatch_key` says; what it does not know, `magi::name_in_python`
+        computes, under `adopting`.
 
         Args:
             name: of the op.
@@ -71,7 +72,8 @@ class Launcher:
             raise RuntimeError(f"PyTorch did not take the launcher for magi::{name}: error {error}")
 
     def adopting(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """`function(*arguments)`, and if that is one prepared call of the arguments' tensors, it is repeated from now on."""
+        """`function(*arguments)`, and if that is one prepared call of the arguments' tensors,
+        it is repeated from now on."""
         if not self._library.magi_is_asked():
             return function(*arguments)
         arguments = _each_once(arguments)
@@ -131,8 +133,8 @@ def _words_of(launch: calls.Launch) -> list[int]:
 
 
 def _each_once(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments of an op, with views in place of tensors that are in front of them already: in the next call these may be
-    different ones."""
+    """The arguments of an op, with views in place of tensors that are in front of them already: in the next call these
+    may be different ones."""
     seen: set[int] = set()
 
     def once(argument: Any) -> Any:
@@ -160,8 +162,8 @@ def _tensors_of(arguments: Sequence[Any]) -> list[Tensor | None]:
 def _results(
     results: Sequence[Tensor], done: calls.LaunchedCall
 ) -> tuple[list[int], list[calls.Buffer]] | None:
-    """Which of the buffers made each result is, and these buffers, shaped as the results are, with those of results without elements
-    behind them; None if a result is another tensor."""
+    """Which of the buffers made each result is, and these buffers, shaped as the results are, with those of results
+    without elements behind them; None if a result is another tensor."""
     where = {_place(x): i for i, x in enumerate(done.made) if x.numel()}
     numbers, buffers = [], list(done.call.made)
     for result in results:
@@ -183,8 +185,8 @@ def _results(
 def _places(
     tensors: Sequence[Tensor | None], among: Sequence[Tensor | None]
 ) -> list[tuple[int, int]] | None:
-    """Which of others each of `tensors` is, or is a part of, and where it begins there, in bytes; (-1, 0) for None. None if one
-    is not among them, or if which one it is cannot be told."""
+    """Which of others each of `tensors` is, or is a part of, and where it begins there, in bytes; (-1, 0) for None.
+    None if one is not among them, or if which one it is cannot be told."""
     where = {id(x): i for i, x in enumerate(among) if x is not None}
     begins, memories = _numbers(among, _place), _numbers(among, lambda x: _place(x)[0])
     places = []

@@ -54,7 +54,8 @@ def compile_variant(variant: Variant) -> bytes:
         The bytes of the cubin.
 
     Raises:
-        CompileError: if the compiler refuses the source, serialises wgmma, or spills registers and `may_spill` is False.
+        CompileError: if the compiler refuses the source, serialises wgmma, or spills registers and `may_spill` is
+            False.
     """
     name = f"{variant.entry}_{_key(variant)}.cubin"
     kept = cubin_cache.read(name)

@@ -1,7 +1,7 @@
 """Structs that kernels take as their parameters, as a C++ compiler lays them out, and values for their fields.
 
-An address is not known before a call: a `Pointer` says which buffer of the call it leads into. So a struct is packed once, and
-each call writes its addresses into a copy.
+An address is not known before a call: a `Pointer` says which buffer of the call it leads into. So a struct is packed
+once, and each call writes its addresses into a copy.
 """
 
 from __future__ import annotations

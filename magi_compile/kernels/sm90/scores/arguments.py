@@ -35,8 +35,8 @@ class ScoreArguments(NamedTuple):
 
     Attributes:
         source: of the program.
-        queries: how many rows of the packed queries a sequence has, and how many heads of an entry of the batch are sequences of their
-            own, or 1.
+        queries: how many rows of the packed queries a sequence has, and how many heads of an entry of the batch are
+            sequences of their own, or 1.
         keys: the same of keys.
         words: what the source reads; a `Pointer` leads into a tensor behind those of the call, counted from the end.
         gradients: those of captured tensors, if any are wanted.
@@ -79,8 +79,8 @@ def score_arguments(
         q_walk: that of the plan, over which gradients add up; None in a forward.
 
     Returns:
-        The arguments, and the tensors in the order in which the source reads them; behind the sums of gradients and the q walk, if
-        gradients are wanted.
+        The arguments, and the tensors in the order in which the source reads them; behind the sums of gradients and the
+        q walk, if gradients are wanted.
 
     Raises:
         NotImplementedError: a captured tensor has 2**31 elements or more.
@@ -101,7 +101,8 @@ def score_arguments(
     for i, table in enumerate(used):
         if table.numel() > _MOST_ELEMENTS:
             raise NotImplementedError(
-                f"a score_mod must capture tensors of fewer than 2**31 elements in the cuda kernel, got {list(table.shape)}; "
+                "a score_mod must capture tensors of fewer than 2**31 elements in the cuda kernel, "
+                f"got {list(table.shape)}; "
                 "the triton kernel takes it"
             )
         # Of a tensor without elements nothing is read.

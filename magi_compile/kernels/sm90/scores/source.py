@@ -1,15 +1,15 @@
 """A score program as CUDA: the `Score` that the forward and the backward kernel run on their scores.
 
-    score + t0[h] * (kv - q)    ->    struct Entry, Row, Key               what depends on batch entry and head, on a query, on a key
-                                      static __device__ Entry entry(...)   t0[h]
-                                      static __device__ Row row(...)       q as a float
-                                      static __device__ Key key(...)       kv as a float
-                                      static __device__ float score(...)   the rest
-                                      static __device__ float slope(...)   how the new score changes with the old one
+    score + t0[h] * (kv - q)  ->  struct Entry, Row, Key               of a batch entry and head, a query, a key
+                                  static __device__ Entry entry(...)   t0[h]
+                                  static __device__ Row row(...)       q as a float
+                                  static __device__ Key key(...)       kv as a float
+                                  static __device__ float score(...)   the rest
+                                  static __device__ float slope(...)   the derivative of the new score by the old one
 
-It computes what PyTorch does, in its dtypes (`codegen/pointwise.py`); numbers of 16 bits are floats that are rounded. Integers of 32 bits
-that positions are made of are floats from the start where they become such: below 2^24 that is the same number, and saves a conversion
-for each pair. A look-up out of bounds gives 0.
+It computes what PyTorch does, in its dtypes (`codegen/pointwise.py`); numbers of 16 bits are floats that are rounded.
+Integers of 32 bits that positions are made of are floats from the start where they become such: below 2^24 that is the
+same number, and saves a conversion for each pair. A look-up out of bounds gives 0.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ScoreSource:
 
     Attributes:
         text: defines `ffa::Score`.
-        tables: the numbers of the captured tensors among the words: of each, its address, its sizes and its strides. The captured
-            ints follow.
+        tables: the numbers of the captured tensors among the words: of each, its address, its sizes and its strides.
+            The captured ints follow.
         num_words: how many words there are.
         is_shift: whether the program adds to the score what does not depend on it, and the backward makes use of that.
         sums: of each look-up that has a gradient, the number of its tensor.

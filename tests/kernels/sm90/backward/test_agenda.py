@@ -58,7 +58,8 @@ extern "C" int read_agenda(const Writer::Params* params, int (*items)[4]) {
         const Config::Params lists{params->agenda};
         for (ffa::backward::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
             int* const item = items[count++];
-            item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
+            item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries;
+            item[2] = reader.head_in_section();
             item[3] = reader.wave_in_step();
         }
     });
@@ -248,7 +249,8 @@ def check_parts(places: list[Place], sizes: Sizes) -> None:
 
 
 def check_parts_of_few(places: list[Place], sizes: Sizes) -> None:
-    """None is longer than one and a half shares of a thread block, except where there is no room for parts or one has a head."""
+    """None is longer than one and a half shares of a thread block,
+    except where there is no room for parts or one has a head."""
     share = sum(x.blocks for x in places) * sizes.nheads_kv * sizes.group / sizes.num_blocks
     share /= len(sizes.sections)
     free = sizes.num_slots
@@ -266,8 +268,8 @@ def check_parts_of_few(places: list[Place], sizes: Sizes) -> None:
 
 
 def end_of(places: list[Place], sizes: Sizes) -> float:
-    """When the last thread block ends, if each draws the next item when it is done, in shares of all work; nobody can end
-    before 1, or before the shortest part that the longest walk can have."""
+    """When the last thread block ends, if each draws the next item when it is done, in shares of all work; nobody can
+    end before 1, or before the shortest part that the longest walk can have."""
     items = [x.visits(sizes) for x in places for _ in range(x.num_parts * sizes.heads_per_section)]
     ends = [0] * sizes.num_blocks
     for item in items:
@@ -450,8 +452,8 @@ def global_window() -> Case:
 def test_uneven_long_walks_are_handed_on(
     case, group, most_heads, cached, heads, heads_per_section, library
 ):
-    """For each section passes for so many heads of a group as stay in the cache and divide it, over all tiles, all of them from
-    the last query to the first."""
+    """For each section passes for so many heads of a group as stay in the cache and divide it, over all tiles, all of
+    them from the last query to the first."""
     plan = plan_of(case)
     blocks = blocks_of_tiles(plan)
     mean, num_passes = sum(blocks) // len(blocks), group // heads
@@ -491,7 +493,8 @@ def test_two_walks_are_even(num_tiles, library):
 
 @pytest.mark.parametrize(("group", "waves"), [(1, 0), (8, 7)])
 def test_long_walks_of_a_full_mask_keep_step(group, waves, library):
-    """64 tiles of 64 blocks for 8 thread blocks. With one head a group walks are short; with 8, the last tiles are in parts."""
+    """64 tiles of 64 blocks for 8 thread blocks. With one head a group walks are short; with 8,
+    the last tiles are in parts."""
     sizes = Sizes(group, 8, nheads_kv=1, heads_per_section=1)
     case = Case("full", 4096, 8192, [(0, 4096, 0, 8192, MaskType.FULL)])
     assert write(library, plan_of(case), sizes).num_in_step == 8 * waves

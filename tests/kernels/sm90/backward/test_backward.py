@@ -152,8 +152,8 @@ def test_bits_in_a_cuda_graph(kernel):
 
 
 def test_gradients_handed_on_are_those_of_keys_alone(kernel):
-    """A rank's queries see the keys of another one, and behind them their own: walks that are long, and uneven. Those of the
-    calls to compare with are even, and their dk and dv stay in registers."""
+    """A rank's queries see the keys of another one, and behind them their own: walks that are long, and uneven. Those
+    of the calls to compare with are even, and their dk and dv stay in registers."""
     rows, others = 16384, 8192
     heads = Heads(64, 8, 128, 128)
     both = Case("both", rows, others + rows, [(0, rows, 0, others + rows, MaskType.CAUSAL)], heads)

@@ -212,7 +212,8 @@ def test_strided_inputs_are_read_where_they_are(launches):
 
 
 class Steps:
-    """A backward in phases: what happens in which order, and whether a launch may start before the one in front ends."""
+    """A backward in phases: what happens in which order,
+    and whether a launch may start before the one in front ends."""
 
     def __init__(self, monkeypatch, tensors):
         self.tensors, self.done, self.params = tensors, [], []

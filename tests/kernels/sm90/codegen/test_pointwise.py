@@ -1,4 +1,5 @@
-"""Numbers of Python in the dtypes that PyTorch computes in; what the operators give is compared in `test_mask_bits.py`."""
+"""Numbers of Python in the dtypes that PyTorch computes in;
+what the operators give is compared in `test_mask_bits.py`."""
 
 import math
 
@@ -27,7 +28,8 @@ def test_literals(value, dtype, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"), [(128, torch.int8), (-1, torch.uint8), (2**63, torch.int64), (0.5, torch.int64), (1.0, torch.bfloat16)]
+    ("value", "dtype"),
+    [(128, torch.int8), (-1, torch.uint8), (2**63, torch.int64), (0.5, torch.int64), (1.0, torch.bfloat16)]
 )  # fmt: skip
 def test_numbers_that_a_dtype_does_not_hold(value, dtype):
     with pytest.raises(UnknownOperation, match="in torch"):

@@ -367,7 +367,8 @@ def asked(case, shape):
     return problem, inputs, slices, new_max_scores(inputs.q)
 
 
-# Scores that grow along the keys of a row, and that fall: the reference of the softmax follows them, or stays at the first block.
+# Scores that grow along the keys of a row, and that fall: the reference of the softmax follows them, or stays at the
+# first block.
 RISING, FALLING = "rising", "falling"
 MAX_SCORES = [
     *((case, shape, None) for case in CASES for shape in ("64", "128", "128-softcap")),

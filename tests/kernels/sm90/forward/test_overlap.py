@@ -1,4 +1,5 @@
-"""A forward pass that begins early: what its lists hold, and on a GPU that it is right however late the remote keys are."""
+"""A forward pass that begins early: what its lists hold,
+and on a GPU that it is right however late the remote keys are."""
 
 from dataclasses import replace
 

@@ -128,7 +128,8 @@ def test_lists_of_the_mask(mask, heads, kernel, no_flags):
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("seed", range(6))
 def test_other_lists(mask, seed, kernel, no_flags):
-    """A few blocks are missing, or called full; by one head or by all, of one batch entry or of all; or all are partial."""
+    """A few blocks are missing, or called full; by one head or by all, of one batch entry or of all;
+    or all are partial."""
     torch.manual_seed(seed)
     heads = 1 + seed % 2 * 2
     intervals, block_size = intervals_of(mask)

@@ -1,4 +1,5 @@
-"""Mask_mods by one CUDA source show what tensor operations show, bit for bit: compiled for the CPU here, as it is on a GPU."""
+"""Mask_mods by one CUDA source show what tensor operations show, bit for bit: compiled for the CPU here,
+as it is on a GPU."""
 
 import contextlib
 import ctypes

@@ -12,7 +12,8 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def kernel(request, compiled, monkeypatch):
-    """The kernel for Hopper, whose launches run on this CPU; a parameter other than 0 gives its threads and copies a random order."""
+    """The kernel for Hopper, whose launches run on this CPU;
+    a parameter other than 0 gives its threads and copies a random order."""
     from magi_compile.kernels.sm90.kernel import CudaKernel
     from tests.kernels.support.on_a_cpu import launching
 
