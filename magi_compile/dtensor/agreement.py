@@ -37,7 +37,7 @@ KEPT = 1024  # kinds of calls
 _NAMES = ("auto", *COLLECTIVES)
 
 
-class Call(NamedTuple):
+class Agreement(NamedTuple):
     """The numbers that the ranks of a group must have in common when they call an attention."""
 
     digest: int
@@ -64,13 +64,13 @@ class Call(NamedTuple):
         softcap: float,
         name: str,
         batch_entries: int,
-    ) -> Call:
+    ) -> Agreement:
         """The call with this rank's plan and tensors, of which the heads are those of all `batch_entries`; `name` is
         that of the collective."""
         (rows, nheads_q, head_dim), (key_rows, nheads_kv, _) = q.shape, k.shape
         dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, name)
         nheads_q, nheads_kv = nheads_q // batch_entries, nheads_kv // batch_entries
-        return Call(
+        return Agreement(
             *(plan.digest, plan.cp_size, dtype, batch_entries, nheads_q, nheads_kv),
             *(head_dim, v.shape[2], rows, key_rows, collective),
             *(scale, softcap),
@@ -84,10 +84,10 @@ class _Said(NamedTuple):
     is_backward: int
     history: int  # of the calls that were not compared
     rank: int  # whose plan it has
-    call: Call
+    call: Agreement
 
 
-_FORMAT = struct.Struct(f"<4q{len(Call._fields) - 2}q2d")
+_FORMAT = struct.Struct(f"<4q{len(Agreement._fields) - 2}q2d")
 
 
 class _Calls:
@@ -103,7 +103,7 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, _Calls] = WeakKeyDictionary()
 
 
 def require_agreement(
-    call: Call,
+    call: Agreement,
     rank: int,
     group: dist.ProcessGroup,
     reduce_group_name: str,
@@ -190,7 +190,7 @@ def _exchange(
             f"{what}; another rank has called something else, or has ended: {error}"
         ) from error
     unpacked = [_FORMAT.unpack(x) for x in arrived]
-    return [_Said(x[0], x[1], x[2], x[3], Call(*x[4:])) for x in unpacked]
+    return [_Said(x[0], x[1], x[2], x[3], Agreement(*x[4:])) for x in unpacked]
 
 
 def _exchange_by_store(said: bytes, number: int, group: dist.ProcessGroup) -> list[bytes]:
@@ -238,7 +238,7 @@ def _compare(every: Sequence[_Said]) -> None:
             f"`plan` must be each rank's own, but {listed}; call plan_rank with rank=group.rank()"
         )
     for field, (what, name) in _ASPECTS.items():
-        if differ := _of(calls, itemgetter(Call._fields.index(field)), name):
+        if differ := _of(calls, itemgetter(Agreement._fields.index(field)), name):
             raise ValueError(f"{what} must be the same on all ranks of `group`, but {differ}")
     if differ := _of(every, lambda x: x.number, lambda x: f"call {x}"):
         raise ValueError(f"all ranks of `group` must call attention equally often, but {differ}")

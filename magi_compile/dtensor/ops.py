@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.agreement import Call, require_agreement
+from magi_compile.dtensor.agreement import Agreement, require_agreement
 from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, unpack
 from magi_compile.dtensor.forward import forward
@@ -58,7 +58,7 @@ class _Options(NamedTuple):
         plan = unpack(self.meta, self.data)
         # Before anything else, because what fails on one rank alone leaves the others waiting.
         options = (self.softmax_scale, self.softcap, self.collective, self.batch_entries)
-        call = Call.of(plan, q, k, v, *options)
+        call = Agreement.of(plan, q, k, v, *options)
         require_agreement(
             *(call, plan.rank, group, self.reduce_group_name, q.device), is_backward=is_backward
         )
@@ -133,7 +133,7 @@ define(
 # cp_attention: what is differentiable, made of these
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor
@@ -159,5 +159,11 @@ class _Attention(torch.autograd.Function):
 
 
 define_differentiable(
-    *(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default, _Attention, register_rules)
+    *(
+        _lib,
+        f"cp_attention{_FWD}",
+        torch.ops.magi.cp_ffa_fwd.default,
+        _AttentionOverRanks,
+        register_rules,
+    )
 )

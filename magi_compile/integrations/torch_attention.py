@@ -100,7 +100,7 @@ class _Op(NamedTuple):
 # What a call is, and why it may not be ours
 
 
-class Call(NamedTuple):
+class PackedCall(NamedTuple):
     """Attention of packed tensors, as our ops take it."""
 
     q: Tensor  # [total_q, nheads_q, head_dim]
@@ -134,7 +134,7 @@ class Call(NamedTuple):
         return self.softmax_scale, 0.0, ""
 
 
-def call_of_varlen(given: dict[str, Any]) -> Call | str:
+def call_of_varlen(given: dict[str, Any]) -> PackedCall | str:
     """The call that the arguments of `torch_attn::_varlen_attn` stand for, or why it is not one of ours.
 
     Args:
@@ -166,10 +166,10 @@ def call_of_varlen(given: dict[str, Any]) -> Call | str:
                 f"`cu_seq_{name}` must end at or before the last of {tokens} tokens, got {end}"
             )
     slices = _with_totals(lists, len(q), len(k))
-    return Call(q, k, v, slices, _scale(given["scale"], q))
+    return PackedCall(q, k, v, slices, _scale(given["scale"], q))
 
 
-def call_of_sdpa(given: dict[str, Any]) -> Call | str:
+def call_of_sdpa(given: dict[str, Any]) -> PackedCall | str:
     """The call that the arguments of `aten::_scaled_dot_product_flash_attention` stand for,
     or why it is not one of ours.
 
@@ -192,7 +192,7 @@ def call_of_sdpa(given: dict[str, Any]) -> Call | str:
     if why:
         return why
     slices = _slices_of_batch(batch, rows, keys, given["is_causal"], q.device)
-    return Call(q, k, v, slices, _scale(given["scale"], q))
+    return PackedCall(q, k, v, slices, _scale(given["scale"], q))
 
 
 def _refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -271,19 +271,19 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     return values if values.stride() == wanted.stride() else wanted.copy_(values)
 
 
-def _varlen_forward(call: Call, given: dict[str, Any]) -> Any:
+def _varlen_forward(call: PackedCall, given: dict[str, Any]) -> Any:
     out, lse = call.forward()
     state = torch.zeros(2, dtype=torch.uint64, device=out.device)
     return _like(call.q, out), lse, state
 
 
-def _varlen_out(call: Call, given: dict[str, Any]) -> Any:
+def _varlen_out(call: PackedCall, given: dict[str, Any]) -> Any:
     out, lse = call.forward()
     given["out"].copy_(out)
     return lse
 
 
-def _varlen_backward(call: Call, given: dict[str, Any]) -> Any:
+def _varlen_backward(call: PackedCall, given: dict[str, Any]) -> Any:
     found = call.backward(given["grad_out"], None, given["out"], given["lse"])
     return tuple(map(_like, (call.q, call.k, call.v), found))
 
@@ -360,7 +360,7 @@ define(
 )
 
 
-def _sdpa_forward(call: Call, given: dict[str, Any]) -> Any:
+def _sdpa_forward(call: PackedCall, given: dict[str, Any]) -> Any:
     query = given["query"]
     batch, heads, rows, _ = query.shape
     out, lse = call.forward()
@@ -372,7 +372,7 @@ def _sdpa_forward(call: Call, given: dict[str, Any]) -> Any:
     return out, lse, None, None, rows, given["key"].shape[2], seed, offset, debug_mask
 
 
-def _sdpa_backward(call: Call, given: dict[str, Any]) -> Any:
+def _sdpa_backward(call: PackedCall, given: dict[str, Any]) -> Any:
     dout, out = (given[name].transpose(1, 2).flatten(0, 1) for name in ("grad_out", "out"))
     lse = given["logsumexp"].transpose(0, 1).flatten(1)
     found = call.backward(dout, None, out, lse.contiguous())
@@ -385,7 +385,7 @@ def _sdpa_backward(call: Call, given: dict[str, Any]) -> Any:
 
 
 # By the name of an op: what reads its arguments, and what runs the call.
-_CALLS: dict[str, tuple[Callable[..., Call | str], Callable[..., Any]]] = {
+_CALLS: dict[str, tuple[Callable[..., PackedCall | str], Callable[..., Any]]] = {
     "_varlen_attn": (call_of_varlen, _varlen_forward),
     "_varlen_attn_out": (call_of_varlen, _varlen_out),
     "_varlen_attn_backward": (call_of_varlen, _varlen_backward),

@@ -314,7 +314,7 @@ def fa4_group_is_packed(problem: AttnProblem) -> bool:
     return 128 % problem.qhead_per_kvhead == 0
 
 
-class Launch(NamedTuple):
+class CompileOptions(NamedTuple):
     """The compile options of one Triton kernel."""
 
     num_warps: int
@@ -329,30 +329,42 @@ class TritonConfig:
     q_block_cols: int
     k_tile_rows: int
     k_block_cols: int
-    forward: Launch
-    dq: Launch
-    dkdv: Launch
+    forward: CompileOptions
+    dq: CompileOptions
+    dkdv: CompileOptions
 
 
 DELTA_ROWS = 64  # rows of a program of the kernel before the backward, which only streams
 
 # 16-bit inputs, by head dimension, where a thread block has at least 163 KB of shared memory.
 _TRITON = {
-    64: TritonConfig(128, 64, 64, 64, Launch(4, 3), Launch(4, 3), Launch(4, 3)),
-    128: TritonConfig(128, 64, 128, 64, Launch(8, 3), Launch(8, 3), Launch(8, 2)),
-    256: TritonConfig(64, 32, 64, 32, Launch(4, 2), Launch(4, 2), Launch(8, 2)),
+    64: TritonConfig(
+        128, 64, 64, 64, CompileOptions(4, 3), CompileOptions(4, 3), CompileOptions(4, 3)
+    ),
+    128: TritonConfig(
+        128, 64, 128, 64, CompileOptions(8, 3), CompileOptions(8, 3), CompileOptions(8, 2)
+    ),
+    256: TritonConfig(
+        64, 32, 64, 32, CompileOptions(4, 2), CompileOptions(4, 2), CompileOptions(8, 2)
+    ),
 }
 _TRITON_LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)})
 
 # The 227 KB of Hopper hold more; measured on an H200.
 _TRITON_HOPPER = {
     **_TRITON,
-    256: TritonConfig(128, 32, 64, 64, Launch(8, 3), Launch(8, 2), Launch(8, 2)),
+    256: TritonConfig(
+        128, 32, 64, 64, CompileOptions(8, 3), CompileOptions(8, 2), CompileOptions(8, 2)
+    ),
 }
 
 # Wide elements, and the 99 KB of the other GPUs.
-_TRITON_SMALL = TritonConfig(64, 32, 32, 32, Launch(4, 2), Launch(4, 1), Launch(4, 2))
-_TRITON_SMALLEST = TritonConfig(32, 16, 16, 16, Launch(4, 1), Launch(4, 1), Launch(4, 1))
+_TRITON_SMALL = TritonConfig(
+    64, 32, 32, 32, CompileOptions(4, 2), CompileOptions(4, 1), CompileOptions(4, 2)
+)
+_TRITON_SMALLEST = TritonConfig(
+    32, 16, 16, 16, CompileOptions(4, 1), CompileOptions(4, 1), CompileOptions(4, 1)
+)
 
 
 def triton_config(problem: AttnProblem) -> TritonConfig:

@@ -12,7 +12,7 @@ from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import Selection, problem_of, select
 from magi_compile.lowering.emit import value_of
 from magi_compile.lowering.flex_call import FlexCall
-from magi_compile.lowering.masks import Way
+from magi_compile.lowering.masks import MaskRoute
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.lowering.report import Decision
 from magi_compile.lowering.scores import Scores
@@ -25,7 +25,7 @@ class Analysis:
 
     reasons: tuple[str, ...]
     problem: AttnProblem
-    way: Way
+    route: MaskRoute
     scores: Scores
     selection: Selection | None
 
@@ -50,15 +50,15 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     scores = Scores.of(call)
     reasons += scores.reasons
 
-    way = Way.of(call, options)
-    problem = replace(way.problem(_problem(call, scores)), has_bits=way.may_have_bits)
+    route = MaskRoute.of(call, options)
+    problem = replace(route.problem(_problem(call, scores)), has_bits=route.may_have_bits)
     try:
         selection, refusals = select(problem, options.kernel, scores.needs), []
     except NotImplementedError as error:
         selection, refusals = None, [str(error)]
-    if selection is None or not way.may_have_bits:
-        reasons += (*way.reasons, *way.obstacles)
-    return Analysis((*reasons, *refusals), problem, way, scores, selection)
+    if selection is None or not route.may_have_bits:
+        reasons += (*route.reasons, *route.obstacles)
+    return Analysis((*reasons, *refusals), problem, route, scores, selection)
 
 
 def _problem(call: FlexCall, scores: Scores) -> AttnProblem:
@@ -105,10 +105,10 @@ def decision_on(call: FlexCall, found: Analysis) -> Decision:
         call.location,
         q_shape,
         k_shape,
-        str(found.way.program),
+        str(found.route.program),
         kernel.name if kernel else None,
         found.reasons,
         tuple(found.selection.passed_over.items()) if found.selection else (),
-        (*found.way.notes, *kernel.notes(found.problem)) if kernel else (),
+        (*found.route.notes, *kernel.notes(found.problem)) if kernel else (),
         str(found.scores.program or ""),
     )

@@ -47,7 +47,7 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
     """
     problem = found.problem
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
-    by_head = found.way.is_by_head
+    by_head = found.route.is_by_head
     qkv = tuple(
         _packed(emit, node, problem.dtype, batch, by_head=by_head)
         for node in (call.q, call.k, call.v)
@@ -117,7 +117,7 @@ def _of_entries(
 ) -> Node:
     """The log-sum-exp or the largest scores `[Hq, B * Sq]` as those of the operator, `[B, Hq, Sq]` in base 2."""
     batch, _, seqlen_q = by_entry
-    if found.way.is_by_head:
+    if found.route.is_by_head:
         node = emit.call(torch.reshape, node, by_entry)
     else:
         node = emit.call(torch.reshape, node, (found.problem.nheads_q, batch, seqlen_q))
@@ -151,7 +151,7 @@ def _emit_op(
     has_score = found.scores.program is not None
     if has_score or by_entry:
         batch, nheads, seqlen_q, _ = (emit.size(call.q, dim) for dim in range(4))
-        by_head = int(found.way.is_by_head)
+        by_head = int(found.route.is_by_head)
         sizes: Any = [batch, nheads, seqlen_q, emit.size(call.k, 2), by_head]
         options = options._replace(numbering=sizes)
     if found.scores.program is not None:
@@ -296,10 +296,10 @@ def _replace(
 ) -> tuple[Node, Mask]:
     emit = Emitter(call.node.graph, call.node)
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
-    way = found.way
-    key = (way.program.text, way.heads, call.mask_buffers, call.block_lists, str(sizes))
+    route = found.route
+    key = (route.program.text, route.heads, call.mask_buffers, call.block_lists, str(sizes))
     if key not in masks:
-        masks[key] = emit_mask(emit, way, options)
+        masks[key] = emit_mask(emit, route, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])
     for user in list(call.node.users):
         assert user.target is operator.getitem, user

@@ -231,7 +231,7 @@ def reasons_for_bits(mask: MaskOfCall) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Way:
+class MaskRoute:
     """The way of a mask.
 
     Attributes:
@@ -249,7 +249,7 @@ class Way:
     obstacles: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, call: FlexCall, options: LoweringOptions) -> Way:
+    def of(cls, call: FlexCall, options: LoweringOptions) -> MaskRoute:
         """The way of the mask of `call`."""
         mask = MaskOfCall.of(call)
         reasons = reasons_for_bits(mask)
@@ -340,22 +340,22 @@ class Mask:
     plans: dict[Any, Node] = field(default_factory=dict)
 
 
-def emit_mask(emit: Emitter, way: Way, options: LoweringOptions) -> Mask:
+def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask:
     """Derives the slices of the mask, for the packed rows of all batch entries."""
-    call = way.mask.call
-    has_bits = bool(way.reasons) or way.decides
+    call = route.mask.call
+    has_bits = bool(route.reasons) or route.decides
     op = torch.ops.magi.mask_bits.default if has_bits else torch.ops.magi.mask_slices.default
     batch, seqlen_q, seqlen_k = (
         emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))
     )
     capacity = 0
-    if not way.reasons:
-        capacity = way.mask.capacity(options, batch, seqlen_q, emit.arithmetic)
+    if not route.reasons:
+        capacity = route.mask.capacity(options, batch, seqlen_q, emit.arithmetic)
     slices = emit.call(
         op,
         call.mask_tables,
         call.mask_symbols,
-        way.program.text,
+        route.program.text,
         batch,
         seqlen_q,
         seqlen_k,
@@ -364,7 +364,7 @@ def emit_mask(emit: Emitter, way: Way, options: LoweringOptions) -> Mask:
         list(call.block_lists),
         call.block_size if call.block_lists else [],
         options.verify,
-        *([list(way.heads)] if has_bits or way.is_by_head else []),
+        *([list(route.heads)] if has_bits or route.is_by_head else []),
     )
     ranges = tuple(emit.call(operator.getitem, slices, i) for i in range(3))
     return Mask(ranges, emit.call(operator.getitem, slices, 3) if has_bits else None)

@@ -36,7 +36,7 @@ _BLOCK_LISTS, _VERIFY = 8, 10  # arguments of both
 _OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)
 
 
-class Place(NamedTuple):
+class GraphInput(NamedTuple):
     """An input of the graph: a tensor, the size of one, or a number."""
 
     number: int
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 class Prologue:
     """A function of a graph's inputs that gives the tensors of its masks."""
 
-    def __init__(self, module: GraphModule, places: Sequence[Place], example: Tensor):
+    def __init__(self, module: GraphModule, places: Sequence[GraphInput], example: Tensor):
         self.module = module
         self._forward = module.forward  # without the hooks of modules
         self.places = places
@@ -184,7 +184,7 @@ def _needed_by(masks: Sequence[Node]) -> set[Node]:
 
 def _module_of(
     made: Sequence[Node], outputs: Sequence[Node], placeholders: Sequence[Node]
-) -> tuple[GraphModule, list[Place]]:
+) -> tuple[GraphModule, list[GraphInput]]:
     """A function that computes `outputs` by the nodes `made`, and the places of its arguments among the inputs of the
     graph."""
     graph = Graph()
@@ -194,7 +194,7 @@ def _module_of(
         if _is_given(node):
             source, dim = node.args if _is_size_of_input(node) else (node, None)
             is_tensor = source is node and isinstance(value_of(node), Tensor)
-            places.append(Place(placeholders.index(source), dim, is_tensor))  # type: ignore[arg-type]
+            places.append(GraphInput(placeholders.index(source), dim, is_tensor))  # type: ignore[arg-type]
             copies[node] = graph.placeholder(node.name)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)

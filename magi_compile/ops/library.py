@@ -188,7 +188,7 @@ def plan_of_call(
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
 
 
-class _Prepared(NamedTuple):
+class _KernelCall(NamedTuple):
     kernel: Kernel
     problem: AttnProblem
     scaled: Scaled
@@ -197,7 +197,7 @@ class _Prepared(NamedTuple):
     score: ScoreCall | None
 
 
-def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _Prepared:
+def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
     """The call of packed tensors as a kernel takes it."""
     (total_q, nheads_q, head_dim), (total_k, nheads_kv, head_dim_v) = q.shape, v.shape
     # A score program tells the sign of a score: the scale stays with it.
@@ -231,7 +231,7 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _Prepared:
             *(ScoreProgram.parse(options.score), options.tables or (), options.symbols or ()),
             *(of_rows.seqlen_q, of_rows.seqlen_k, of_rows.nheads if of_rows.by_head else 1),
         )
-    return _Prepared(chosen, problem, scaled, slices, plan, score)
+    return _KernelCall(chosen, problem, scaled, slices, plan, score)
 
 
 def _packed(numbering: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ class AttentionInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShape:
     nheads_q: int
     nheads_kv: int
     head_dim: int
@@ -53,7 +53,7 @@ class Case:
     seqlen_q: int
     seqlen_k: int
     rows: Rows = field(repr=False)
-    heads: Heads = Heads(4, 2, 64, 64)
+    heads: HeadShape = HeadShape(4, 2, 64, 64)
     softcap: float = 0.0
 
     @property
@@ -173,7 +173,7 @@ def _cuts(rng: random.Random, length: int, num_cuts: int) -> list[int]:
     return sorted({0, length, *(rng.randrange(length + 1) for _ in range(num_cuts))})
 
 
-LIGHT = Heads(2, 1, 64, 64)  # for long masks: the oracle is slow
+LIGHT = HeadShape(2, 1, 64, 64)  # for long masks: the oracle is slow
 
 RAGGED = [1, 63, 129, 300, 7, 128, 1, 52]
 
@@ -201,13 +201,13 @@ MASKS: list[Case] = [
     replace(random_disjoint(1521, 700, seed=4), heads=LIGHT),
 ]
 
-HEADS: list[Heads] = [
-    Heads(2, 2, 64, 64),
-    Heads(4, 1, 128, 128),
-    Heads(8, 1, 32, 32),
-    Heads(6, 2, 80, 48),
-    Heads(2, 1, 192, 128),
-    Heads(2, 2, 256, 256),
+HEADS: list[HeadShape] = [
+    HeadShape(2, 2, 64, 64),
+    HeadShape(4, 1, 128, 128),
+    HeadShape(8, 1, 32, 32),
+    HeadShape(6, 2, 80, 48),
+    HeadShape(2, 1, 192, 128),
+    HeadShape(2, 2, 256, 256),
 ]
 
 _NAMED = {case.name: case for case in MASKS}

@@ -19,7 +19,7 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_ahead,
 )
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import HEADS, Heads
+from magi_compile.testing.cases import HEADS, HeadShape
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks, shard
 from tests.dtensor.support.masks import SQUARE
 from tests.dtensor.support.ranks import Ranks
@@ -45,7 +45,7 @@ RUNS = [
 def test_every_mask(ranks_of, size, name):
     case = SQUARE[name]
     ranks_of(size).run(
-        run_on_ranks, replace(case, heads=Heads(4, 2, 16, 16)), OPTIONS, torch.float32
+        run_on_ranks, replace(case, heads=HeadShape(4, 2, 16, 16)), OPTIONS, torch.float32
     )
 
 
@@ -54,7 +54,7 @@ def test_every_strategy_and_degree(ranks_of, size, strategy, degree):
     options = ContextParallelOptions(
         strategy=strategy, chunk_size=32, degree=degree, backward_degree=4 - degree
     )
-    case = replace(SQUARE["varlen_causal"], heads=Heads(4, 2, 16, 16))
+    case = replace(SQUARE["varlen_causal"], heads=HeadShape(4, 2, 16, 16))
     ranks_of(size).run(run_on_ranks, case, options, torch.float32)
 
 
@@ -73,13 +73,13 @@ def test_softcap_and_chosen_options(ranks_of):
 @pytest.mark.parametrize("name", ["varlen_causal", "holes", "causal_129x129"])
 def test_max_scores(ranks_of, name, is_compiled):
     """Several stages, padding, rows that see nothing, ranks without remote keys."""
-    case = replace(SQUARE[name], heads=Heads(4, 2, 16, 16))
+    case = replace(SQUARE[name], heads=HeadShape(4, 2, 16, 16))
     run = partial(run_on_ranks, is_compiled=is_compiled, return_max_scores=True)
     ranks_of(3).run(run, case, replace(OPTIONS, degree=2), torch.float32)
 
 
 def run_scales_that_are_not_positive(group):
-    case = replace(SQUARE["varlen_causal"], heads=Heads(4, 2, 16, 16))
+    case = replace(SQUARE["varlen_causal"], heads=HeadShape(4, 2, 16, 16))
     plan = plan_rank(case.slices(), group.size(), group.rank(), OPTIONS)
     where, tensors = plan.dispatch.positions(plan.rank), plan.tensors("cpu")
     inputs = [shard(x, where) for x in case.inputs(torch.float32)[:4]]
@@ -107,7 +107,7 @@ def run_new_masks_compiled(group, cases):
 
 def test_compiled(ranks_of):
     cases = [
-        replace(SQUARE[name], heads=Heads(4, 2, 16, 16))
+        replace(SQUARE[name], heads=HeadShape(4, 2, 16, 16))
         for name in ("varlen_causal", "causal_129x129")
     ]
     ranks_of(2).run(run_new_masks_compiled, cases)

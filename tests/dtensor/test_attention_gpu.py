@@ -16,7 +16,7 @@ from magi_compile.kernels import select as kernels
 from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.select import problem_of
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import Heads
+from magi_compile.testing.cases import HeadShape
 from magi_compile.testing.poison import poisoned_empty
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.parametrize("size", [1, 2, 4, 8], ids=lambda size: f"{size}gpus"),
 ]
 
-GQA = Heads(8, 2, 128, 128)
+GQA = HeadShape(8, 2, 128, 128)
 OPTIONS = replace(OPTIONS, degree=2, backward_degree=1)
 # What moves takes so long that a forward pass begins early.
 MERGED = replace(
@@ -89,11 +89,11 @@ def test_every_strategy_and_degree(run, strategy, degree):
 @pytest.mark.parametrize(
     "heads",
     [
-        Heads(2, 2, 128, 128),
-        Heads(8, 1, 128, 128),
-        Heads(4, 2, 64, 64),
-        Heads(4, 2, 192, 192),
-        Heads(4, 2, 256, 256),
+        HeadShape(2, 2, 128, 128),
+        HeadShape(8, 1, 128, 128),
+        HeadShape(4, 2, 64, 64),
+        HeadShape(4, 2, 192, 192),
+        HeadShape(4, 2, 256, 256),
     ],
     ids=lambda h: h.id,
 )
@@ -102,7 +102,9 @@ def test_heads(run, heads):
 
 
 @pytest.mark.parametrize("options", [OPTIONS, MERGED], ids=["stages", "merged"])
-@pytest.mark.parametrize("heads", [Heads(4, 2, 80, 80), Heads(4, 2, 192, 128)], ids=lambda h: h.id)
+@pytest.mark.parametrize(
+    "heads", [HeadShape(4, 2, 80, 80), HeadShape(4, 2, 192, 128)], ids=lambda h: h.id
+)
 def test_other_head_dims(run, heads, options):
     """Keys arrive while a forward is under way, and their rows are narrower than the kernel's."""
     check(run, replace(SQUARE["varlen_causal"], heads=heads), options)

@@ -21,7 +21,7 @@ from magi_compile.dtensor import (
     context_parallel_unshard,
     plan,
 )
-from magi_compile.testing.cases import FULL, Case, Heads, one, random_disjoint
+from magi_compile.testing.cases import FULL, Case, HeadShape, one, random_disjoint
 from tests.dtensor import transformer
 from tests.dtensor.support.across_ranks import run_on_ranks
 from tests.dtensor.test_backward import phased, run_in_phases
@@ -60,7 +60,7 @@ WAYS = [
 
 def run_cases(group, cases, ways, is_compiled):
     for case in cases:
-        case = replace(case, heads=Heads(4, 2, 16, 16))
+        case = replace(case, heads=HeadShape(4, 2, 16, 16))
         for options in ways:
             run_on_ranks(group, case, options, torch.float32, is_compiled=is_compiled)
 
@@ -79,7 +79,7 @@ def test_attention_compiled(ranks_of):
 
 
 def test_kernels_in_steps(ranks_of):
-    case = replace(PACKED, heads=Heads(4, 2, 16, 16))
+    case = replace(PACKED, heads=HeadShape(4, 2, 16, 16))
     assert any(ranks_of(2).run(run_early, case, EARLY, torch.float32))
     assert any(ranks_of(2).run(run_in_phases, case, phased(0), torch.float32))
 

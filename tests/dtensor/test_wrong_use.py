@@ -24,7 +24,7 @@ from magi_compile.dtensor import (
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import Heads, varlen
+from magi_compile.testing.cases import HeadShape, varlen
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 
 causal = AttnSlices.causal
@@ -553,6 +553,6 @@ def test_no_tokens(ranks_of):
     [(4, 3, 1), (4, 3, None), (3, 100, 7), (2, 65, 64), (3, 1, 5)],
 )
 def test_sizes_that_do_not_divide(ranks_of, size, tokens, chunk_size):
-    case = replace(varlen("causal", [tokens], 1), heads=Heads(4, 2, 16, 16))
+    case = replace(varlen("causal", [tokens], 1), heads=HeadShape(4, 2, 16, 16))
     options = ContextParallelOptions(chunk_size=chunk_size)
     ranks_of(size).run(run_on_ranks, case, options, torch.float32)

@@ -11,7 +11,7 @@ from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.emit import value_of
 from magi_compile.lowering.example_data import example_of, order_reasons
 from magi_compile.lowering.flex_call import FlexCall, graphs
-from magi_compile.lowering.masks import Way
+from magi_compile.lowering.masks import MaskRoute
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.masks import row_intervals
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
@@ -168,7 +168,7 @@ def test_an_example_is_that_of_the_call():
 def test_bits_on_request(is_asked):
     """With data in order, too."""
     ways = []
-    of = Way.of
+    of = MaskRoute.of
     options = LoweringOptions(bits=is_asked)
 
     def watched(call, options):
@@ -181,8 +181,8 @@ def test_bits_on_request(is_asked):
         patch.setattr(masks.Way, "of", watched)
         compiled = torch.compile(attend, backend=make_backend("eager", options))
         out = compiled(x, outside(IN_ORDER))
-    (way,) = ways
-    assert bool(way.reasons) == is_asked
+    (route,) = ways
+    assert bool(route.reasons) == is_asked
     torch.testing.assert_close(out, attend(x, outside(IN_ORDER)))
 
 

@@ -85,7 +85,7 @@ def calibrate(
     device = check_device(device)
     q = torch.randn(seqlen, nheads_q, head_dim, device=device, dtype=dtype)
     k, v = torch.randn(2, seqlen, nheads_kv, head_dim, device=device, dtype=dtype)
-    attention = _Attention(q, k, v)
+    attention = _TimedAttention(q, k, v)
     clock = _Clock(group, device, repeats, attention.forward)
     forward, backward = clock.seconds(attention.forward), clock.seconds(attention.backward)
     stage, backward_stage = (
@@ -110,7 +110,7 @@ def calibrate(
     )
 
 
-class _Attention:
+class _TimedAttention:
     """Attention over all keys of a rank, by the kernel that is chosen for it, with what its backward reads."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor):
@@ -132,7 +132,7 @@ class _Attention:
         return self.kernel.backward(Grads(self.q, None), saved, *self._whole)
 
 
-def _stage_seconds(attention: _Attention, clock: _Clock) -> float:
+def _stage_seconds(attention: _TimedAttention, clock: _Clock) -> float:
     """The time of another stage forward, over few keys, so that it is not a small difference of large numbers."""
     kernel, q, k, v = attention.kernel, attention.q, attention.k, attention.v
     seqlen = q.shape[0]
@@ -149,7 +149,7 @@ def _stage_seconds(attention: _Attention, clock: _Clock) -> float:
     return max(in_two - in_one, 0.0)
 
 
-def _backward_stage_seconds(attention: _Attention, clock: _Clock) -> float:
+def _backward_stage_seconds(attention: _TimedAttention, clock: _Clock) -> float:
     """The time of another stage backward, with next to no work for its keys: the kernels around the main one, and the
     sum of dq."""
     q = attention.q

@@ -29,7 +29,7 @@ class Intervals(NamedTuple):
     most: int
 
 
-def row_intervals(rects: Rects, num_rows: int, num_cols: int) -> Intervals:
+def intervals_of_rects(rects: Rects, num_rows: int, num_cols: int) -> Intervals:
     """The intervals of the rows of disjoint trimmed rects, on their device. Waits for it twice."""
     row, begin, end = rects.by_row()
     if not len(row):

@@ -23,8 +23,8 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.fa4.intervals import (
     Intervals,
     blocks_of,
+    intervals_of_rects,
     lists_of,
-    row_intervals,
     searched_bounds,
     unrolled_bounds,
 )
@@ -145,7 +145,7 @@ class Fa4Kernel:
             return self._triton.plan(slices, problem)
         tiles = plan_tiles(problem, self.name)
         rects = slices.untrimmed_rects().trimmed()
-        by_query = row_intervals(rects, slices.seqlen_q, slices.seqlen_k)
+        by_query = intervals_of_rects(rects, slices.seqlen_q, slices.seqlen_k)
         native = native_mask(by_query, FA4_LEAST_ROWS)
         if native is not None:
             left, right = (-1 if limit is None else limit for limit in (native.left, native.right))
@@ -153,7 +153,7 @@ class Fa4Kernel:
             documents = native.cu_seqlens
             tensors = [slices.q_ranges.new_empty(0) if documents is None else documents]
         else:
-            by_key = row_intervals(rects.transposed(), slices.seqlen_k, slices.seqlen_q)
+            by_key = intervals_of_rects(rects.transposed(), slices.seqlen_k, slices.seqlen_q)
             facts = _Facts(0, tiles, by_query.most, by_key.most)
             q_blocks = blocks_of(by_query, tiles.q_tile_rows, tiles.q_block_cols)
             k_blocks = blocks_of(by_query, tiles.k_block_cols, tiles.k_tile_rows).mT

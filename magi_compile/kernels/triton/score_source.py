@@ -34,7 +34,7 @@ class ScoreFunctions(NamedTuple):
     add_gradients: Any = None
 
 
-class ScoreArguments(NamedTuple):
+class KernelArguments(NamedTuple):
     """The arguments of the kernels for a score program; those of a call without one are None.
 
     Attributes:
@@ -52,10 +52,10 @@ class ScoreArguments(NamedTuple):
     totals: tuple[Tensor, ...] | None = None
 
 
-def score_arguments(score: ScoreCall | None) -> ScoreArguments:
+def score_arguments(score: ScoreCall | None) -> KernelArguments:
     """The arguments for a program and its `sums`."""
     if score is None:
-        return ScoreArguments()
+        return KernelArguments()
     program, tables, symbols, seqlen_q, seqlen_k, nheads, sums = score
     dtypes, ranks = tuple(x.dtype for x in tables), tuple(x.dim() for x in tables)
     functions = score_functions(program.text, dtypes, ranks, tuple(sums))
@@ -66,7 +66,9 @@ def score_arguments(score: ScoreCall | None) -> ScoreArguments:
     if sums:
         nothing = next(iter(sums.values())).new_empty(0)
         totals = tuple(sums.get(i, nothing) for i in range(len(tables)))
-    return ScoreArguments((max(1, seqlen_q), max(1, seqlen_k), nheads), captured, functions, totals)
+    return KernelArguments(
+        (max(1, seqlen_q), max(1, seqlen_k), nheads), captured, functions, totals
+    )
 
 
 def _as_memory(table: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ def score_source(
     program = ScoreProgram.parse(text)
     head = "import triton\nimport triton.language as tl\n\n\n"
     arguments = f"{', '.join(SCORE_ARGUMENTS)}, shown, captured"
-    writer = _Writer(program, dtypes, ranks)
+    writer = _TritonWriter(program, dtypes, ranks)
     gradients = [look for look in program.looks if look.table in wanted]
     gradients = [look for look in gradients if look.derivative in program.functions]
     functions = [
@@ -126,7 +128,7 @@ def score_source(
     )
 
 
-class _Writer:
+class _TritonWriter:
     def __init__(self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]):
         self.program, self.dtypes, self.ranks = program, dtypes, ranks
         self.first = [sum(ranks[:i]) for i in range(len(ranks))]  # among the sizes

@@ -34,7 +34,7 @@ EXACT_FLOAT = 2**24
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Operand(NamedTuple):
+class MaskOperand(NamedTuple):
     """An operand of an operation: a tensor of no dimensions, or a captured tensor with some of its indices.
 
     Attributes:
@@ -105,8 +105,8 @@ def is_number(value: Any) -> bool:
 # Operands
 
 
-def _scalar(x: Any) -> Operand:
-    if not isinstance(x, Operand):
+def _scalar(x: Any) -> MaskOperand:
+    if not isinstance(x, MaskOperand):
         raise ExprError(f"`{x}` is not an integer, a truth value or a captured tensor")
     if x.shape:
         raise ExprError(
@@ -117,7 +117,7 @@ def _scalar(x: Any) -> Operand:
     return x
 
 
-def _is_truth(x: Operand) -> bool:
+def _is_truth(x: MaskOperand) -> bool:
     return x.dtype == torch.bool if x.dtype is not None else x.expr.kind == "bool"
 
 
@@ -266,7 +266,7 @@ def _full(typing: Typing, _: Any, size: Any = (), fill_value: Any = None, **__: 
 
 
 def _constant(value: int) -> Callable[..., Expr]:
-    return lambda typing, *_, **__: _convert(typing, Operand(const(value), None))
+    return lambda typing, *_, **__: _convert(typing, MaskOperand(const(value), None))
 
 
 def _full_like(typing: Typing, _: Any, fill_value: Any, **__: Any) -> Expr:
@@ -274,7 +274,7 @@ def _full_like(typing: Typing, _: Any, fill_value: Any, **__: Any) -> Expr:
 
 
 def _new(value: int) -> Callable[..., Expr]:
-    number = Operand(const(value), None)
+    number = MaskOperand(const(value), None)
     return lambda typing, x, size=(), **_: _full(typing, x, size, number)
 
 
@@ -311,14 +311,14 @@ def _shift(op: str) -> Callable[..., Expr]:
 
 def _get_item(_: Typing, x: Any, index: Any) -> Expr:
     indices = (
-        [index] if isinstance(index, Operand) or not isinstance(index, (tuple, list)) else index
+        [index] if isinstance(index, MaskOperand) or not isinstance(index, (tuple, list)) else index
     )
-    if not isinstance(x, Operand) or x.expr.op != "table" or not x.shape:
-        what = x.expr if isinstance(x, Operand) else x
+    if not isinstance(x, MaskOperand) or x.expr.op != "table" or not x.shape:
+        what = x.expr if isinstance(x, MaskOperand) else x
         raise ExprError(f"`{what}` is indexed; only captured tensors can be")
     places = []
     for item in indices:
-        if not isinstance(item, Operand) or item.dtype in (torch.bool, torch.uint8):
+        if not isinstance(item, MaskOperand) or item.dtype in (torch.bool, torch.uint8):
             kind = "`...`" if item is Ellipsis else f"`{getattr(item, 'expr', item)}`"
             raise ExprError(
                 f"a captured tensor is indexed with {kind}; use one index for each dimension"

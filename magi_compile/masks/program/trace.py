@@ -42,7 +42,7 @@ from magi_compile.masks.expr.expr import (
 from magi_compile.masks.expr.integers import INT64
 from magi_compile.masks.program.operators import (
     INTEGERS,
-    Operand,
+    MaskOperand,
     Typing,
     Wraps,
     call,
@@ -260,7 +260,7 @@ class Tracer:
             operand = self.operand(value)
         except ExprError as error:
             return unsupported(f"the mask_mod returns something else than a truth value: {error}")
-        if not isinstance(operand, Operand):
+        if not isinstance(operand, MaskOperand):
             return unsupported(
                 f"the mask_mod returns something else than a truth value: `{operand!r}`"
             )
@@ -384,10 +384,12 @@ class Tracer:
         example = value.example.item() if is_numpy_scalar(value.example) else value.example
         if value.expr is not None:
             if isinstance(example, Tensor):
-                return Operand(value.expr, example.dtype, tuple(example.shape))
-            return Operand(value.expr, None)
+                return MaskOperand(value.expr, example.dtype, tuple(example.shape))
+            return MaskOperand(value.expr, None)
         if value.node is None:
-            return Operand(const(example), None) if isinstance(example, (bool, int)) else example
+            return (
+                MaskOperand(const(example), None) if isinstance(example, (bool, int)) else example
+            )
         if isinstance(example, Tensor):
             if example.dim() and value.variables:
                 raise ExprError(f"`{self.title(value.node)}` has shape {list(example.shape)}")
@@ -395,9 +397,9 @@ class Tracer:
                 raise ExprError(
                     f"`{self.title(value.node)}` is {example.dtype}; masks are computed with integers"
                 )
-            return Operand(self.column(value), example.dtype, tuple(example.shape))
+            return MaskOperand(self.column(value), example.dtype, tuple(example.shape))
         if isinstance(example, (bool, int)):
-            return Operand(self.column(value), None)
+            return MaskOperand(self.column(value), None)
         return example
 
     def float_comparison(self, name: str, node: Node, sides: list[_Value]) -> Expr | None:
@@ -428,7 +430,7 @@ class Tracer:
                 example = torch.empty_like(side.example, dtype=torch.int64)
             self.values[cast] = _Value(cast, side.example, side.variables)
             value = self.values[key] = _Value(key, example, side.variables)
-            keys.append(Operand(self.column(value), torch.int64))
+            keys.append(MaskOperand(self.column(value), torch.int64))
         return call(name, keys, {}, Typing(torch.bool, self.range_of))
 
     # Columns

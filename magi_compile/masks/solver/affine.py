@@ -17,7 +17,7 @@ from magi_compile.masks.expr.expr import (
     linear,
 )
 from magi_compile.masks.expr.integers import MAX_SYMBOL
-from magi_compile.masks.solver.key_sets import Grid, Promise, Refusal
+from magi_compile.masks.solver.key_sets import KeyGrid, Promise, Refusal
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Term:
     m: Expr = ONE
     s: Expr = ZERO
     is_negative: bool = False
-    grid: Grid | None = None
+    grid: KeyGrid | None = None
 
     @property
     def quotient(self) -> Expr:
@@ -238,10 +238,10 @@ class Arithmetic:
             raise Refusal(f"`{whole}` repeats along the keys in steps that are not one number")
         if isinstance(x, Term) and x.base == KV and x.a == 1 and self.sign(divisor) > 0:
             if x.m == ONE:
-                return self.repeat(Grid(x.r, x.c, x.s, divisor))
+                return self.repeat(KeyGrid(x.r, x.c, x.s, divisor))
             if x.m == const(-1):  # -x % n is n - 1 - (x - 1) % n
                 start = build("neg", build("add", x.s, ONE))
-                inner = self.scale(self.repeat(Grid(x.r, x.c, start, divisor)), const(-1))
+                inner = self.scale(self.repeat(KeyGrid(x.r, x.c, start, divisor)), const(-1))
                 return self.add(inner, build("sub", divisor, ONE))
         grid = self.without_repeat(x, divisor)
         if grid is None:
@@ -250,12 +250,12 @@ class Arithmetic:
             )
         return self.repeat(grid)
 
-    def repeat(self, grid: Grid) -> Term:
+    def repeat(self, grid: KeyGrid) -> Term:
         """The number of a key in its period of the grid."""
         quotient = build("floordiv", build("add", KV, grid.shift), grid.step)
         return Term(build("mod", build("add", quotient, grid.start), grid.length), grid=grid)
 
-    def without_repeat(self, x: Number, divisor: Expr) -> Grid | None:
+    def without_repeat(self, x: Number, divisor: Expr) -> KeyGrid | None:
         """The grid of `x % divisor` where `x` is `y % n // c`, and n a multiple of `c * divisor`:
         that of `y // c % divisor`."""
         if not isinstance(x, Term) or x.grid is None:
@@ -269,7 +269,7 @@ class Arithmetic:
             return None
         # ((kv + shift) // step + start) // c
         shift = build("add", grid.shift, build("mul", grid.start, grid.step))
-        return Grid(shift, build("mul", grid.step, x.c), ZERO, divisor)
+        return KeyGrid(shift, build("mul", grid.step, x.c), ZERO, divisor)
 
     def sign(self, factor: Expr) -> int:
         """The sign of a factor or divisor of kv; what is not a constant has to be positive."""

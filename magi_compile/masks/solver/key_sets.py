@@ -29,7 +29,7 @@ class Promise(NamedTuple):
     when: Expr = TRUE
 
 
-class Grid(NamedTuple):
+class KeyGrid(NamedTuple):
     """Numbers the keys, `x = (kv + shift) // step + start`, and cuts them where `x` is a multiple of `length`.
 
     `step` and `length` are positive, and known when the mask is evaluated, without looking into a tensor.
@@ -44,7 +44,7 @@ class Grid(NamedTuple):
 class Repeat(NamedTuple):
     """The keys with `lo <= x % length < hi`: one interval of each period of the grid."""
 
-    grid: Grid
+    grid: KeyGrid
     lo: Expr
     hi: Expr
 

@@ -25,7 +25,7 @@ from magi_compile.masks.expr.expr import (
 )
 from magi_compile.masks.solver.key_sets import (
     MAX_INTERVALS,
-    Grid,
+    KeyGrid,
     KeySet,
     Lane,
     Refusal,
@@ -114,17 +114,17 @@ def _in_period(lane: Lane, i: int, symbols: tuple[int, ...]) -> Lane:
     )
 
 
-def _number(key: Expr, grid: Grid) -> Expr:
+def _number(key: Expr, grid: KeyGrid) -> Expr:
     """The number that the grid gives to `key`."""
     return build("add", build("floordiv", build("add", key, grid.shift), grid.step), grid.start)
 
 
-def _key(number: Expr, grid: Grid) -> Expr:
+def _key(number: Expr, grid: KeyGrid) -> Expr:
     """The first key with such a number."""
     return build("sub", build("mul", build("sub", number, grid.start), grid.step), grid.shift)
 
 
-def _keys_of_a_period(grid: Grid, symbols: tuple[int, ...]) -> int:
+def _keys_of_a_period(grid: KeyGrid, symbols: tuple[int, ...]) -> int:
     sizes = []
     for size in (grid.step, grid.length):
         value = int_value(_bind(size, symbols))

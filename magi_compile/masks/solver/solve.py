@@ -40,7 +40,7 @@ from magi_compile.masks.solver.key_sets import (
     EVERYTHING,
     MAX_INTERVALS,
     NOTHING,
-    Grid,
+    KeyGrid,
     KeySet,
     Lane,
     Promise,
@@ -233,7 +233,7 @@ class _Solver:
             raise Refusal(f"`{base}` is compared with a row, but does not grow along the keys")
         return Expr("upper_bound", (base, limit)), (Promise(Expr("is_sorted", (base,))),)
 
-    def repeated(self, grid: Grid, limit: Expr, is_lower: bool) -> KeySet:
+    def repeated(self, grid: KeyGrid, limit: Expr, is_lower: bool) -> KeySet:
         """The keys whose number in their period is at most `limit`, or above it."""
         above = build("add", limit, ONE)
         repeat = Repeat(grid, above, grid.length) if is_lower else Repeat(grid, ZERO, above)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from magi_compile.kernels.fa4.intervals import (
     blocks_of,
+    intervals_of_rects,
     lists_of,
-    row_intervals,
     searched_bounds,
     unrolled_bounds,
 )
@@ -46,7 +46,7 @@ random_masks = st.builds(
 def intervals_of(case: Case):
     slices = case.slices()
     rects = slices.untrimmed_rects().trimmed()
-    return row_intervals(rects, slices.seqlen_q, slices.seqlen_k)
+    return intervals_of_rects(rects, slices.seqlen_q, slices.seqlen_k)
 
 
 def dense_of(intervals):
@@ -83,7 +83,7 @@ def test_intervals_of_keys():
     """Of transposed rects those of the queries that see a key."""
     case = random_disjoint(70, 90, seed=3)
     rects = case.slices().untrimmed_rects().trimmed().transposed()
-    assert torch.equal(dense_of(row_intervals(rects, 90, 70)), case.slices().to_dense().t())
+    assert torch.equal(dense_of(intervals_of_rects(rects, 90, 70)), case.slices().to_dense().t())
 
 
 def check_bounds(case: Case):

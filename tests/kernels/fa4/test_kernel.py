@@ -18,7 +18,7 @@ from magi_compile.kernels.heuristics import FA4_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.reference import exact_backward, exact_forward
 from magi_compile.kernels.select import refusals, select
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import CAUSAL, MASKS, Case, Heads, one, varlen, windows
+from magi_compile.testing.cases import CAUSAL, MASKS, Case, HeadShape, one, varlen, windows
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.prior import check_prior
 from tests.support.pairwise import sparsely
@@ -272,7 +272,7 @@ def test_asks_for_the_mask(package, case, arch):
 
 @pytest.mark.parametrize("head_dim", FA4_HEAD_DIMS)
 def test_head_dims(package, head_dim):
-    case = replace(MASK["random_257x391_seed0"], heads=Heads(4, 2, head_dim, head_dim))
+    case = replace(MASK["random_257x391_seed0"], heads=HeadShape(4, 2, head_dim, head_dim))
     check(case, (9, 0), with_dlse=False)
 
 
@@ -309,7 +309,7 @@ def test_merges_with_a_prior(package, monkeypatch, out_dtype):
 
 @pytest.mark.parametrize(("total_q", "total_k"), [(0, 5), (5, 0), (0, 0)])
 def test_nothing_to_attend(package, total_q, total_k):
-    case = Case("nothing", total_q, total_k, [], heads=Heads(4, 2, 64, 64))
+    case = Case("nothing", total_q, total_k, [], heads=HeadShape(4, 2, 64, 64))
     check(case, (10, 0))
     assert package.calls == []
 

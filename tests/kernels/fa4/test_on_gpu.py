@@ -14,7 +14,7 @@ from magi_compile.testing.cases import (
     FULL,
     MASKS,
     Case,
-    Heads,
+    HeadShape,
     one,
     random_disjoint,
     steps,
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 MASK = {case.name: case for case in MASKS}
-HEADS = [Heads(32, 8, 128, 128), Heads(4, 4, 128, 128), Heads(6, 2, 128, 128)]
+HEADS = [HeadShape(32, 8, 128, 128), HeadShape(4, 4, 128, 128), HeadShape(6, 2, 128, 128)]
 CASES = [
     one(FULL, 700),
     one(CAUSAL, 1521),
@@ -71,7 +71,7 @@ def test_matches_the_oracle(case, heads):
 @pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("name", ["varlen_causal", "random_257x391_seed0"])
 def test_head_dims(name, head_dim, dtype):
-    check(replace(MASK[name], heads=Heads(4, 2, head_dim, head_dim)), dtype, with_dlse=False)
+    check(replace(MASK[name], heads=HeadShape(4, 2, head_dim, head_dim)), dtype, with_dlse=False)
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["as_q", "fp32"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from magi_compile.kernels.select import load
-from magi_compile.testing.cases import MASKS, Heads
+from magi_compile.testing.cases import MASKS, HeadShape
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.prior import check_prior
 
@@ -21,7 +21,7 @@ UNEQUAL = [(192, 128), (128, 192), (128, 96), (64, 16), (16, 64), (256, 64), (72
 @pytest.mark.parametrize("name", NAMES)
 def test_matches_the_oracle(name, dims):
     dtype = torch.float16 if dims[0] == 80 else torch.bfloat16
-    case = replace(MASK[name], heads=Heads(4, 2, *dims))
+    case = replace(MASK[name], heads=HeadShape(4, 2, *dims))
     inputs, slices = case.inputs(dtype, "cuda"), case.slices("cuda")
     problem = case.problem(dtype, "cuda")
     results = run_kernel(load("cuda"), inputs, slices, problem)
@@ -32,5 +32,5 @@ def test_matches_the_oracle(name, dims):
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["as_q", "fp32"])
 @pytest.mark.parametrize("dims", [(80, 80), (192, 128), (32, 16)], ids=str)
 def test_merges_with_a_prior(dims, out_dtype):
-    case = replace(MASK[NAMES[1]], heads=Heads(4, 1, *dims))
+    case = replace(MASK[NAMES[1]], heads=HeadShape(4, 1, *dims))
     check_prior(load("cuda"), case, torch.bfloat16, out_dtype, "cuda")

@@ -11,7 +11,7 @@ import torch
 from triton.runtime import interpreter
 
 from magi_compile.kernels.triton import TritonKernel
-from magi_compile.testing.cases import MASKS, Heads, padded, random_disjoint
+from magi_compile.testing.cases import MASKS, HeadShape, padded, random_disjoint
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.bits import BIT_CASES, check_bits
 from tests.kernels.support.max_scores import check_max_scores
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells
 MASK = {case.name: case for case in MASKS}
 CASES = [
     *(
-        replace(MASK[name], heads=Heads(2, 1, 16, 16))
+        replace(MASK[name], heads=HeadShape(2, 1, 16, 16))
         for name in ("full_63x63", "causal_129x129", "diagonal_129", "sees_nothing")
     ),
-    replace(padded(MASK["tiny_documents"], 150), heads=Heads(1, 1, 16, 16)),
-    replace(MASK["causal_1x1"], heads=Heads(3, 1, 24, 40)),
-    replace(MASK["causal_63x63"], heads=Heads(2, 2, 16, 16), softcap=5.0),
+    replace(padded(MASK["tiny_documents"], 150), heads=HeadShape(1, 1, 16, 16)),
+    replace(MASK["causal_1x1"], heads=HeadShape(3, 1, 24, 40)),
+    replace(MASK["causal_63x63"], heads=HeadShape(2, 2, 16, 16), softcap=5.0),
 ]
 
 
@@ -68,12 +68,12 @@ def test_max_scores(case):
 
 
 def test_max_scores_of_bits_and_of_a_prior():
-    heads = Heads(2, 1, 16, 16)
+    heads = HeadShape(2, 1, 16, 16)
     check_max_scores(TritonKernel(), replace(BIT_CASES[0], heads=heads), torch.float32)
     case = replace(random_disjoint(40, 60, 5), heads=heads)
     check_max_scores(TritonKernel(), case, torch.float16)
 
 
 def test_merges_with_a_prior():
-    case = replace(random_disjoint(40, 60, 5), heads=Heads(2, 1, 16, 16))
+    case = replace(random_disjoint(40, 60, 5), heads=HeadShape(2, 1, 16, 16))
     check_prior(TritonKernel(), case, torch.float16, None, "cpu")

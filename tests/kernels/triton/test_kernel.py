@@ -12,7 +12,7 @@ import torch
 from magi_compile.kernels import heuristics
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.triton import TritonKernel
-from magi_compile.testing.cases import CASES, MASKS, Heads, padded
+from magi_compile.testing.cases import CASES, MASKS, HeadShape, padded
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.bits import check_bits
 from tests.kernels.support.prior import check_prior
@@ -46,7 +46,7 @@ def test_matches_the_oracle(case, dtype, device):
     check(case, dtype, device)
 
 
-@pytest.mark.parametrize("heads", [Heads(8, 2, 128, 128), Heads(4, 4, 64, 64)], ids=str)
+@pytest.mark.parametrize("heads", [HeadShape(8, 2, 128, 128), HeadShape(4, 4, 64, 64)], ids=str)
 @pytest.mark.parametrize("device", [on_gpu])
 def test_bits(heads, device):
     check_bits(KERNEL, torch.bfloat16, device, heads)
@@ -64,14 +64,14 @@ def test_merges_with_a_prior(out_dtype, device):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("device", [on_gpu])
 def test_head_groups(name, nheads_q, head_dim, device):
-    heads = Heads(nheads_q, 1, head_dim, head_dim)
+    heads = HeadShape(nheads_q, 1, head_dim, head_dim)
     check(replace(MASK[name], heads=heads), torch.bfloat16, device, with_dlse=False)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("device", [on_gpu])
 def test_fp32(head_dim, device):
-    heads = Heads(2, 1, head_dim, head_dim)
+    heads = HeadShape(2, 1, head_dim, head_dim)
     check(replace(MASK["varlen_causal"], heads=heads), torch.float32, device)
 
 

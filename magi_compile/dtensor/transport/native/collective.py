@@ -39,7 +39,7 @@ class NativeCollective:
 
     def casts(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
-    ) -> Iterator[_Cast]:
+    ) -> Iterator[_WindowCast]:
         if not routes:
             return
         orders = [route.derive(_CastOrder, group.rank(), group.size()) for route in routes]
@@ -55,7 +55,7 @@ class NativeCollective:
             done = window.end()
             buffers = rows.split(part, like)
             rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
-            yield _Cast(buffers, window, done)
+            yield _WindowCast(buffers, window, done)
 
     def outbox(
         self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
@@ -67,7 +67,7 @@ class NativeCollective:
 
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
-    ) -> _Reduce:
+    ) -> _WindowReduce:
         order = route.derive(_ReduceOrder, group.rank(), group.size())
         window = self._window("reduces", group, tensors[0].device)
         current = torch.cuda.current_stream(tensors[0].device)
@@ -80,7 +80,7 @@ class NativeCollective:
         met = window.meet(slot, current)
         targets = list(zip(offsets, arrived, strict=True))
         self._pull(order.pulls, slot, targets, window.stream, met)
-        return _Reduce(tensors, arrived, order, window, window.end())
+        return _WindowReduce(tensors, arrived, order, window, window.end())
 
     def _window(self, purpose: str, group: dist.ProcessGroup, device: torch.device) -> Window:
         windows = self._windows.setdefault(group, {})
@@ -105,7 +105,7 @@ class NativeCollective:
             torch.cuda.current_stream(slot.memory.device).wait_event(met)
 
 
-class _Cast:
+class _WindowCast:
     sms = 0  # copy engines need none, and attention waits for what does, see `_pull`
 
     def __init__(self, buffers: list[Tensor], window: Window, done: torch.cuda.Event):
@@ -116,7 +116,7 @@ class _Cast:
         return self.buffers
 
 
-class _Reduce:
+class _WindowReduce:
     def __init__(
         self,
         tensors: Sequence[Tensor],

@@ -15,7 +15,7 @@ from magi_compile.dtensor.transport.collectives import Collective, Route
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Place(NamedTuple):
+class RankDevice(NamedTuple):
     """The host and the device of a rank."""
 
     host: str
@@ -30,7 +30,7 @@ def refusals(group: dist.ProcessGroup, device: torch.device, collective: Collect
     if device.type != "cuda":
         return [f"needs a GPU, got {device}"]
     with torch.cuda.device(device):
-        places = _gather(group, Place(_host(), _uuid(device.index)))
+        places = _gather(group, RankDevice(_host(), _uuid(device.index)))
         return (
             conflicts(places)
             or _of_all_ranks(group, _unreachable(places, device))
@@ -38,7 +38,7 @@ def refusals(group: dist.ProcessGroup, device: torch.device, collective: Collect
         )
 
 
-def conflicts(places: list[Place]) -> list[str]:
+def conflicts(places: list[RankDevice]) -> list[str]:
     """Reasons in the places of all ranks that forbid reading each other's memory."""
     found = []
     hosts = sorted({place.host for place in places})
@@ -61,7 +61,7 @@ def _uuid(index: int | None) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _unreachable(places: list[Place], device: torch.device) -> list[str]:
+def _unreachable(places: list[RankDevice], device: torch.device) -> list[str]:
     """GPUs of peers that this process sees and cannot access."""
     seen = {_uuid(index): index for index in range(torch.cuda.device_count())}
     mine = seen[_uuid(device.index)]

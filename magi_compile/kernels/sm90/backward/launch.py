@@ -79,7 +79,7 @@ class _Shape(NamedTuple):
         return self.layouts[1][0][0]
 
 
-class _Prepared:
+class _Pass:
     """The launches of a pass."""
 
     def __init__(self, shape: _Shape):
@@ -284,11 +284,11 @@ _MAX_KEYS = 64  # layouts of keys that are kept for each of queries
 
 
 @lru_cache(maxsize=1024)
-def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> _Prepared | None:
+def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> _Pass | None:
     """The prepared call for dout, q and out of such layouts, see `_Shape`; None where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
-    return _Prepared(_Shape(layouts, problem, *rest))
+    return _Pass(_Shape(layouts, problem, *rest))
 
 
 def _in_scratch(offset: int) -> Pointer:
@@ -354,7 +354,7 @@ def _given(
     deterministic: bool,
     bits: Tensor | None = None,
     score: ScoreArguments | None = None,
-) -> tuple[list[Tensor | None], _Prepared]:
+) -> tuple[list[Tensor | None], _Pass]:
     """The buffers up to the turns, as kernels can read them, and what their layouts need; see `BackwardPass`.
     `saved` are q, out and lse."""
     (dout, dlse), (q, out, lse), (tiles, runs, edges) = grads, saved, walk

@@ -44,7 +44,7 @@ _INTEGERS = (torch.int32, torch.int64)  # of indices
 _OF_ROW, _OF_KEY = frozenset("bhq"), frozenset(("b", "h", "kv"))
 
 
-class TableWords(NamedTuple):
+class NodeWords(NamedTuple):
     """The place of a tensor among the words: `first` is its address, then the size and the stride of each of its
     dimensions."""
 
@@ -73,7 +73,7 @@ class BitsSource:
 
     text: str = ""
     checks: list[Index | Divisor] = field(default_factory=list)
-    words: list[TableWords | NumberWord] = field(default_factory=list)
+    words: list[NodeWords | NumberWord] = field(default_factory=list)
     num_words: int = 0
 
 
@@ -90,10 +90,10 @@ def bits_source(graph: MaskGraph, names: Sequence[str]) -> BitsSource:
     Raises:
         UnknownOperation: naming an operation that is not generated.
     """
-    return _Writer(graph, names).write()
+    return _BitsWriter(graph, names).write()
 
 
-class _Writer(Operations):
+class _BitsWriter(Operations):
     def __init__(self, graph: MaskGraph, names: Sequence[str]):
         self.graph = graph
         self.names = names
@@ -168,7 +168,7 @@ class _Writer(Operations):
     def table(self, node: Node) -> Lazy:
         example: Tensor = node.meta["val"]
         first, kind = self.source.num_words, element(example.dtype)
-        self.source.words.append(TableWords(node, first, example.dim()))
+        self.source.words.append(NodeWords(node, first, example.dim()))
         self.source.num_words += 1 + 2 * example.dim()
 
         def at(place: Sequence[Number]) -> Number:

@@ -14,8 +14,8 @@ from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.masks.bits_source import (
     BitsSource,
+    NodeWords,
     NumberWord,
-    TableWords,
     bits_source,
 )
 from magi_compile.kernels.sm90.masks.mask_graph import Values, mask_graph
@@ -35,7 +35,7 @@ _THREADS = 256  # of a thread block
 Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class Prepared(NamedTuple):
+class BitsCall(NamedTuple):
     """The parts of a call besides the addresses of tensors.
 
     Attributes:
@@ -110,7 +110,7 @@ def _note(program: MaskProgram, unknown: str) -> None:
     )
 
 
-_prepared: dict[Any, Prepared | UnknownOperation] = {}
+_prepared: dict[Any, BitsCall | UnknownOperation] = {}
 _MAX_PREPARED = 4096
 
 
@@ -121,7 +121,7 @@ def prepare(
     grid: Grid,
     listed: Listed | None,
     device: torch.device,
-) -> tuple[list[Tensor], Prepared]:
+) -> tuple[list[Tensor], BitsCall]:
     """Prepares a call for the layouts of its tensors, or finds the one prepared before.
 
     Args:
@@ -153,7 +153,7 @@ def prepare(
     if isinstance(found, UnknownOperation):
         raise found
     values = found.compute(tables, symbols)
-    given = [_on(values[x.node], device) for x in found.source.words if isinstance(x, TableWords)]
+    given = [_on(values[x.node], device) for x in found.source.words if isinstance(x, NodeWords)]
     return [*given, *_grids(listed)], found
 
 
@@ -175,7 +175,7 @@ def _prepare(
     grid: Grid,
     listed: Listed | None,
     device: torch.device,
-) -> Prepared:
+) -> BitsCall:
     graph = mask_graph(program.functions["mask"], tables, device)
     source = bits_source(graph, program.names)
     compute = graph.computing([word.node for word in source.words])
@@ -199,7 +199,7 @@ def _prepare(
     zeros = (0, 0, 0, 0, num_found + 2)
     made = [Buffer.of(x, torch.int32, zeros=n) for x, n in zip(shapes, zeros, strict=True)]
     if not count:
-        return Prepared(compute, source, Call(tuple(made), ()))
+        return BitsCall(compute, source, Call(tuple(made), ()))
     grid.sizes.totals  # noqa: B018  (raises where there are too many rows or keys)
     pointers = [Pointer(first_made + i) for i in range(4)]
     fixed = {
@@ -215,7 +215,7 @@ def _prepare(
     params = mask_mod_params(len(words)).pack(fixed=fixed, words=words)
     function = load_function(bits_variant(source, listed), device.index)
     launch = Launch(function, count, _THREADS, params, shared_bytes=0)
-    return Prepared(compute, source, Call(tuple(made), (launch,)))
+    return BitsCall(compute, source, Call(tuple(made), (launch,)))
 
 
 def _list_fields(listed: Listed | None, first: int) -> dict[str, Any]:

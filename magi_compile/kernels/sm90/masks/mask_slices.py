@@ -69,7 +69,7 @@ class Workspace(NamedTuple):
     end: int
 
 
-class Prepared(NamedTuple):
+class SlicesCall(NamedTuple):
     """The parts of a call besides the addresses of tensors.
 
     Attributes:
@@ -93,7 +93,7 @@ class Prepared(NamedTuple):
         return RowIntervals(lo, hi, sizes.seqlen_k, (), sizes.heads)
 
 
-class Made(NamedTuple):
+class MaskResult(NamedTuple):
     """The slices of a mask, `(q_ranges, k_ranges, mask_types)`, and the tensors that its program reads: the captured
     ones and those computed."""
 
@@ -121,7 +121,7 @@ def mask_slices_on_device(
     device: torch.device,
     blocks: BlockLists | None = None,
     block_size: Sequence[int] = (),
-) -> Made:
+) -> MaskResult:
     """The slices of a mask program on a GPU, on torch's current stream; nothing waits for the device.
 
     Where a check fails all slices are empty; a later call raises `MaskDataError`.
@@ -152,10 +152,10 @@ def mask_slices_on_device(
         )
         q_ranges, k_ranges, mask_types, _ = prepared.call.run(given, device)
     num_tables = len(given) - (2 * len(blocks.kinds) if blocks else 0)
-    return Made((q_ranges, k_ranges, mask_types), given[:num_tables])
+    return MaskResult((q_ranges, k_ranges, mask_types), given[:num_tables])
 
 
-_prepared: dict[Any, Prepared] = {}
+_prepared: dict[Any, SlicesCall] = {}
 _MAX_PREPARED = 4096
 
 
@@ -167,7 +167,7 @@ def prepare(
     device: torch.device,
     blocks: BlockLists | None = None,
     block_size: tuple[int, ...] = (),
-) -> tuple[list[Tensor], Prepared]:
+) -> tuple[list[Tensor], SlicesCall]:
     """The tensors that the call is given, some of them computed here, and what it needs for their layouts."""
     tables = with_columns(program, tables, symbols, sizes.of_mask, device)
     tables = [_readable(table, device) for table in tables]
@@ -205,7 +205,7 @@ def _prepare(
     device: torch.device,
     blocks: BlockLists | None,
     block_size: tuple[int, ...],
-) -> Prepared:
+) -> SlicesCall:
     check_arguments(program, tables, symbols, device)
     capacity = sizes.capacity
     if capacity < 0:
@@ -220,7 +220,7 @@ def _prepare(
     shapes = ((capacity, 2), (capacity, 2), (capacity,), (workspace.end,))
     if sizes.of_mask.is_empty:
         made = [Buffer.of(x, torch.int32, zeros=torch.Size(x).numel()) for x in shapes]
-        return Prepared(sizes, source, workspace, Call(tuple(made), ()))
+        return SlicesCall(sizes, source, workspace, Call(tuple(made), ()))
     for look_up in source.look_ups:
         shape = tables[look_up.args[0]].shape
         check_look_up(look_up, program.describe(look_up), shape, sizes.of_mask)
@@ -265,7 +265,7 @@ def _prepare(
         launches.append(_lists_launch(fields, sizes, device, blocks, block_size, len(tables)))
     zeros = (0, 0, 0, workspace.intervals)
     made = [Buffer.of(x, torch.int32, zeros=n) for x, n in zip(shapes, zeros, strict=True)]
-    return Prepared(sizes, source, workspace, Call(tuple(made), tuple(launches)))
+    return SlicesCall(sizes, source, workspace, Call(tuple(made), tuple(launches)))
 
 
 def _workspace(source: MaskSource, sizes: Sizes, num_rows: int, num_indexes: int) -> Workspace:

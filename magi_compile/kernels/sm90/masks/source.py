@@ -106,7 +106,7 @@ def mask_source(program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, .
     Raises:
         TypeError: a captured tensor of integers where a truth value is needed.
     """
-    return _Writer(program, keys, dtypes).write()
+    return _SlicesWriter(program, keys, dtypes).write()
 
 
 class _Code(NamedTuple):
@@ -116,7 +116,7 @@ class _Code(NamedTuple):
     is_bool: bool
 
 
-class _Writer:
+class _SlicesWriter:
     def __init__(self, program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, ...]):
         self.program = program
         self.keys = keys
@@ -240,7 +240,7 @@ class _Writer:
 class _Body(Visitor[_Code, str]):
     """Statements that compute values for one row, or for one key; each value once. Edges are the names of variables."""
 
-    def __init__(self, writer: _Writer, variable: str, makes_checks: bool = True):
+    def __init__(self, writer: _SlicesWriter, variable: str, makes_checks: bool = True):
         self.writer = writer
         self.variable = variable
         self.makes_checks = makes_checks

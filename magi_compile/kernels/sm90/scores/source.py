@@ -97,7 +97,7 @@ def score_source(
     Raises:
         UnknownOperation: naming an operation that is not generated.
     """
-    writer = _Writer(ScoreProgram.parse(text), dtypes, ranks, has_short_sequences, may_shift)
+    writer = _ScoreWriter(ScoreProgram.parse(text), dtypes, ranks, has_short_sequences, may_shift)
     return writer.write(wanted)
 
 
@@ -127,7 +127,7 @@ def _ends(values: list[int]) -> tuple[int, int]:
     return min(values), max(values)
 
 
-class _Writer(Operations):
+class _ScoreWriter(Operations):
     is_approximate = True
 
     def __init__(

@@ -8,7 +8,7 @@ import torch
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.transport.collectives import COLLECTIVES
 from magi_compile.kernels.select import KERNELS
-from magi_compile.testing.cases import Heads
+from magi_compile.testing.cases import HeadShape
 from tests.dtensor.support import phases_on_cpus
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.support.masks import SQUARE
@@ -76,11 +76,11 @@ def run_attention(group, case, options):
 @pytest.mark.parametrize("name", ["varlen_causal", "holes", "full_1x1"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_attention(ranks_of, size, name, degree):
-    case = replace(SQUARE[name], heads=Heads(4, 2, 16, 16))
+    case = replace(SQUARE[name], heads=HeadShape(4, 2, 16, 16))
     options = replace(OPTIONS, degree=degree, backward_degree=2 - degree)
     ranks_of(size).run(run_attention, case, options)
 
 
 def test_attention_as_planned(ranks_of):
-    case = replace(SQUARE["shared_prefix"], heads=Heads(4, 2, 16, 16))
+    case = replace(SQUARE["shared_prefix"], heads=HeadShape(4, 2, 16, 16))
     ranks_of(4).run(run_attention, case, ContextParallelOptions())

@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 
 from magi_compile.dtensor.transport.collectives import logger, select
-from magi_compile.dtensor.transport.native.peers import Place, conflicts
+from magi_compile.dtensor.transport.native.peers import RankDevice, conflicts
 
 
 def test_one_host_and_a_gpu_each():
-    assert conflicts([Place("a", "0"), Place("a", "1")]) == []
+    assert conflicts([RankDevice("a", "0"), RankDevice("a", "1")]) == []
 
 
 def test_hosts():
-    (why,) = conflicts([Place("b", "0"), Place("a", "1"), Place("b", "2")])
+    (why,) = conflicts([RankDevice("b", "0"), RankDevice("a", "1"), RankDevice("b", "2")])
     assert why == "ranks must be on one host, got a, b"
 
 
 def test_shared_gpus():
-    (why,) = conflicts([Place("a", "0"), Place("a", "1"), Place("a", "0")])
+    (why,) = conflicts([RankDevice("a", "0"), RankDevice("a", "1"), RankDevice("a", "0")])
     assert "the ranks [0, 2] share one" in why
 
 

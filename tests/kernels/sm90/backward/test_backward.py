@@ -14,7 +14,7 @@ from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import (
     MASKS,
     Case,
-    Heads,
+    HeadShape,
     one,
     random_disjoint,
     sliding_window,
@@ -36,12 +36,12 @@ pytestmark = [
 SPIN_CYCLES = 2_000_000
 
 HEADS = [
-    Heads(4, 2, 64, 64),
-    Heads(8, 1, 96, 96),
-    Heads(4, 1, 128, 128),
-    Heads(3, 3, 128, 128),
-    Heads(4, 2, 192, 192),
-    Heads(6, 2, 256, 256),
+    HeadShape(4, 2, 64, 64),
+    HeadShape(8, 1, 96, 96),
+    HeadShape(4, 1, 128, 128),
+    HeadShape(3, 3, 128, 128),
+    HeadShape(4, 2, 192, 192),
+    HeadShape(6, 2, 256, 256),
 ]
 WIDE = HEADS[4:]
 RAGGED = [1, 63, 129, 300, 7, 128, 1, 52]
@@ -60,7 +60,7 @@ QUESTION = Case(
 )
 # Four sections of six key-value heads on 132 SMs; those of one document walk in turns. The last tiles are in parts.
 SECTIONS = [
-    replace(case, heads=Heads(96, 24, 64, 64))
+    replace(case, heads=HeadShape(96, 24, 64, 64))
     for case in (
         one(MaskType.FULL, 2300),
         one(MaskType.CAUSAL, 2300),
@@ -71,10 +71,10 @@ SECTIONS = [
 IN_STEP = Case("in_step", 4096, 17408, [(0, 4096, 0, 17408, MaskType.FULL)])
 TINY = varlen("tiny", [1, 2, 3] * 700, MaskType.CAUSAL)
 GROUPS = [
-    Heads(4, 4, 128, 128),
-    Heads(12, 3, 128, 128),
-    Heads(8, 1, 128, 128),
-    Heads(64, 1, 64, 64),
+    HeadShape(4, 4, 128, 128),
+    HeadShape(12, 3, 128, 128),
+    HeadShape(8, 1, 128, 128),
+    HeadShape(64, 1, 64, 64),
 ]
 CASES = [
     *(replace(case, heads=heads) for case in MASKS for heads in (HEADS[0], HEADS[2], *WIDE)),
@@ -83,15 +83,15 @@ CASES = [
     *(replace(case, heads=heads) for case in SHORT for heads in GROUPS),
     *(replace(case, heads=heads) for case in BIT_CASES for heads in HEADS),
     *(replace(case, heads=heads, softcap=5.0) for case in BIT_CASES[:2] for heads in HEADS),
-    replace(one(MaskType.CAUSAL, 4097), heads=Heads(2, 1, 128, 128)),
-    replace(TINY, heads=Heads(8, 2, 128, 128)),
-    replace(TINY, heads=Heads(2, 1, 192, 192)),
-    *(replace(QUESTION, heads=Heads(group, 1, 128, 128)) for group in (5, 6, 8, 24)),
-    *(replace(QUESTION, heads=Heads(8, 1, head_dim, head_dim)) for head_dim in (192, 256)),
-    replace(QUESTION, heads=Heads(16, 2, 64, 64), softcap=5.0),
+    replace(one(MaskType.CAUSAL, 4097), heads=HeadShape(2, 1, 128, 128)),
+    replace(TINY, heads=HeadShape(8, 2, 128, 128)),
+    replace(TINY, heads=HeadShape(2, 1, 192, 192)),
+    *(replace(QUESTION, heads=HeadShape(group, 1, 128, 128)) for group in (5, 6, 8, 24)),
+    *(replace(QUESTION, heads=HeadShape(8, 1, head_dim, head_dim)) for head_dim in (192, 256)),
+    replace(QUESTION, heads=HeadShape(16, 2, 64, 64), softcap=5.0),
     *SECTIONS,
-    replace(IN_STEP, heads=Heads(8, 1, 128, 128)),
-    replace(IN_STEP, heads=Heads(2, 1, 192, 192)),
+    replace(IN_STEP, heads=HeadShape(8, 1, 128, 128)),
+    replace(IN_STEP, heads=HeadShape(2, 1, 192, 192)),
 ]
 
 
@@ -155,7 +155,7 @@ def test_gradients_handed_on_are_those_of_keys_alone(kernel):
     """A rank's queries see the keys of another one, and behind them their own: walks that are long, and uneven. Those
     of the calls to compare with are even, and their dk and dv stay in registers."""
     rows, others = 16384, 8192
-    heads = Heads(64, 8, 128, 128)
+    heads = HeadShape(64, 8, 128, 128)
     both = Case("both", rows, others + rows, [(0, rows, 0, others + rows, MaskType.CAUSAL)], heads)
     others_alone = Case("others", rows, others, [(0, rows, 0, others, MaskType.FULL)], heads)
     own = replace(one(MaskType.CAUSAL, rows), heads=heads)
@@ -199,7 +199,7 @@ PACKED = varlen("packed", [61, 130, 7, 200, 33] * 20, MaskType.CAUSAL)  # severa
 @pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
 @pytest.mark.parametrize("case", [MANY, QUESTION], ids=lambda case: case.id)
 def test_dk_and_dv_are_bitwise_equal(kernel, case, head_dim):
-    backward = Backward(kernel, replace(case, heads=Heads(16, 2, head_dim, head_dim)))
+    backward = Backward(kernel, replace(case, heads=HeadShape(16, 2, head_dim, head_dim)))
     first = backward()
     for _ in range(100):
         assert_same(first, backward())
@@ -220,7 +220,7 @@ def test_dk_and_dv_of_several_sections_are_bitwise_equal(kernel):
 )
 def test_deterministic_dq_is_bitwise_equal(kernel, case, head_dim):
     with deterministic_algorithms():
-        backward = Backward(kernel, replace(case, heads=Heads(16, 2, head_dim, head_dim)))
+        backward = Backward(kernel, replace(case, heads=HeadShape(16, 2, head_dim, head_dim)))
         first = backward()
         for _ in range(100):
             for expected, actual in zip(first, backward(), strict=True):
@@ -238,7 +238,7 @@ def test_deterministic_matches_the_oracle(kernel, case, softcap, heads):
 
 
 def test_strided_inputs(kernel):
-    backward = Backward(kernel, replace(SHORT[0], heads=Heads(4, 4, 128, 128)))
+    backward = Backward(kernel, replace(SHORT[0], heads=HeadShape(4, 4, 128, 128)))
     q, k, v, dout, dlse = backward.inputs
     expected = backward()
     qkv = torch.stack((q, k, v), 1)  # a packed projection
@@ -278,7 +278,7 @@ def test_plans_from_the_host_and_from_the_device_agree(kernel):
 
 
 def test_in_a_cuda_graph(kernel):
-    backward = Backward(kernel, replace(SHORT[0], heads=Heads(64, 8, 128, 128)))
+    backward = Backward(kernel, replace(SHORT[0], heads=HeadShape(64, 8, 128, 128)))
     check_in_a_cuda_graph(backward(), backward)
 
 
@@ -327,10 +327,10 @@ class InPhases:
 @pytest.mark.parametrize(
     ("case", "heads"),
     [
-        (MANY, Heads(16, 2, 128, 128)),
-        (MANY, Heads(4, 4, 64, 64)),
-        (QUESTION, Heads(16, 2, 128, 128)),
-        (SHORT[0], Heads(4, 2, 192, 192)),
+        (MANY, HeadShape(16, 2, 128, 128)),
+        (MANY, HeadShape(4, 4, 64, 64)),
+        (QUESTION, HeadShape(16, 2, 128, 128)),
+        (SHORT[0], HeadShape(4, 2, 192, 192)),
         (SECTIONS[0], SECTIONS[0].heads),
     ],
     ids=lambda x: x.id,
@@ -344,13 +344,13 @@ def test_phases_give_what_one_call_gives(kernel, case, heads):
 
 def test_deterministic_phases_are_bitwise_equal(kernel):
     with deterministic_algorithms():
-        backward = Backward(kernel, replace(MANY, heads=Heads(16, 2, 128, 128)))
+        backward = Backward(kernel, replace(MANY, heads=HeadShape(16, 2, 128, 128)))
         for expected, actual in zip(backward(), InPhases(backward)(), strict=True):
             assert torch.equal(expected, actual)
 
 
 def test_phases_in_a_cuda_graph(kernel):
-    backward = Backward(kernel, replace(SHORT[0], heads=Heads(64, 8, 128, 128)))
+    backward = Backward(kernel, replace(SHORT[0], heads=HeadShape(64, 8, 128, 128)))
     check_in_a_cuda_graph(backward(), InPhases(backward))
 
 

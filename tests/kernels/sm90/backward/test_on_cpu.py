@@ -26,7 +26,7 @@ from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import (
     Case,
-    Heads,
+    HeadShape,
     block_diffusion,
     random_disjoint,
     sliding_window,
@@ -168,15 +168,15 @@ def check(launches, case, with_dlse=False, deterministic=False):
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("heads_q", [1, 4])
 def test_documents(heads_q, head_dim, launches):
-    check(launches, replace(DOCUMENTS, heads=Heads(heads_q, 1, head_dim, head_dim)))
+    check(launches, replace(DOCUMENTS, heads=HeadShape(heads_q, 1, head_dim, head_dim)))
 
 
 @pytest.mark.parametrize(
     ("case", "heads", "deterministic"),
     [
-        *[(DOCUMENTS, Heads(4, 1, 80, 80), False), (PREFIX, Heads(1, 1, 72, 128), True)],
-        *[(SINK, Heads(2, 1, 192, 128), False), (HOLES, Heads(2, 1, 48, 56), False)],
-        (BIT_CASE["ragged"], Heads(2, 1, 16, 72), False),
+        *[(DOCUMENTS, HeadShape(4, 1, 80, 80), False), (PREFIX, HeadShape(1, 1, 72, 128), True)],
+        *[(SINK, HeadShape(2, 1, 192, 128), False), (HOLES, HeadShape(2, 1, 48, 56), False)],
+        (BIT_CASE["ragged"], HeadShape(2, 1, 16, 72), False),
     ],
     ids=lambda x: getattr(x, "id", None),
 )
@@ -187,18 +187,18 @@ def test_head_dimensions_in_between(case, heads, deterministic, launches):
 
 def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
     """At head_dim 96 and 128 all of it, or what is complete before a thread block stops waiting; else nothing."""
-    check(launches, replace(DOCUMENTS, heads=Heads(4, 1, 128, 128)))
+    check(launches, replace(DOCUMENTS, heads=HeadShape(4, 1, 128, 128)))
     count = len(launches.done)
     assert launches.left[LATE] == 0
     assert launches.are_all_drawn == {LATE: True, AT_RANDOM: True}
     launches.num_at_once = 1
-    check(launches, replace(DOCUMENTS, heads=Heads(4, 1, 128, 128)))
+    check(launches, replace(DOCUMENTS, heads=HeadShape(4, 1, 128, 128)))
     assert 0 < launches.left[LATE] < count
     assert 0 < launches.left[AT_RANDOM] < count
-    check(launches, replace(DOCUMENTS, heads=Heads(8, 1, 128, 128)))
+    check(launches, replace(DOCUMENTS, heads=HeadShape(8, 1, 128, 128)))
     # When half of all warps have gone, the others stop too.
     assert launches.are_all_drawn == {LATE: False, AT_RANDOM: False}
-    check(launches, replace(DOCUMENTS, heads=Heads(4, 1, 64, 64)))
+    check(launches, replace(DOCUMENTS, heads=HeadShape(4, 1, 64, 64)))
     assert launches.left == {LATE: count, AT_RANDOM: count}
 
 
@@ -206,7 +206,7 @@ def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
     ("head_dim", "num_parts"), [(128, 4), pytest.param(192, 2, marks=pytest.mark.slow), (256, 2)]
 )
 def test_parts_of_a_tile(head_dim, num_parts, launches):
-    parts = check(launches, replace(SINK, heads=Heads(8, 1, head_dim, head_dim)))
+    parts = check(launches, replace(SINK, heads=HeadShape(8, 1, head_dim, head_dim)))
     assert [x for x in parts if x[2] > 1] == [(0, i, num_parts) for i in range(num_parts)]
 
 
@@ -214,9 +214,12 @@ def test_parts_of_a_tile(head_dim, num_parts, launches):
 @pytest.mark.parametrize(
     ("case", "heads", "heads_of_pass"),
     [
-        *[(SINK, Heads(4, 2, 64, 64), 1), (HOLES, Heads(6, 2, 96, 96), 1)],
-        *[(SINK, Heads(4, 1, 128, 128), 2), (NEIGHBOURS, Heads(2, 1, 192, 192), 1)],
-        *[(SINK, Heads(2, 1, 256, 256), 1), (replace(SINK, softcap=5.0), Heads(4, 1, 64, 64), 2)],
+        *[(SINK, HeadShape(4, 2, 64, 64), 1), (HOLES, HeadShape(6, 2, 96, 96), 1)],
+        *[(SINK, HeadShape(4, 1, 128, 128), 2), (NEIGHBOURS, HeadShape(2, 1, 192, 192), 1)],
+        *[
+            (SINK, HeadShape(2, 1, 256, 256), 1),
+            (replace(SINK, softcap=5.0), HeadShape(4, 1, 64, 64), 2),
+        ],
     ],
     ids=lambda x: getattr(x, "name", getattr(x, "id", None)),
 )
@@ -247,15 +250,15 @@ def test_gradients_handed_on(case, heads, heads_of_pass, num_at_once, launches, 
     ids=lambda x: getattr(x, "name", x),
 )
 def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
-    check(launches, replace(case, heads=Heads(2, 2, head_dim, head_dim)))
+    check(launches, replace(case, heads=HeadShape(2, 2, head_dim, head_dim)))
 
 
 @pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
 def test_a_window_head_by_head(head_dim, launches):
     """Tiles tell what they have added after each of three heads."""
-    check(launches, replace(sliding_window(290, 60), heads=Heads(3, 1, head_dim, head_dim)))
+    check(launches, replace(sliding_window(290, 60), heads=HeadShape(3, 1, head_dim, head_dim)))
     assert launches.more_head_by_head > 0
-    check(launches, replace(DOCUMENTS, heads=Heads(3, 1, head_dim, head_dim)))
+    check(launches, replace(DOCUMENTS, heads=HeadShape(3, 1, head_dim, head_dim)))
     assert launches.more_head_by_head < 0
 
 
@@ -269,7 +272,7 @@ def test_a_window_of_several_slices(window, head_dim, deterministic, launches):
     case = windows("windows", [30, 210, 90], *window)
     check(
         launches,
-        replace(case, heads=Heads(2, 1, head_dim, head_dim)),
+        replace(case, heads=HeadShape(2, 1, head_dim, head_dim)),
         deterministic=deterministic,
     )
 
@@ -289,7 +292,7 @@ def test_stairs(case, head_dim, deterministic, launches):
     """Keys look up which queries see them."""
     check(
         launches,
-        replace(case, heads=Heads(2, 1, head_dim, head_dim)),
+        replace(case, heads=HeadShape(2, 1, head_dim, head_dim)),
         deterministic=deterministic,
     )
 
@@ -304,24 +307,24 @@ def test_stairs(case, head_dim, deterministic, launches):
 )
 def test_bits(case, head_dim, launches):
     """Blocks of bits, alone and beside others in one tile."""
-    check(launches, replace(case, heads=Heads(2, 1, head_dim, head_dim)), with_dlse=True)
+    check(launches, replace(case, heads=HeadShape(2, 1, head_dim, head_dim)), with_dlse=True)
 
 
 @pytest.mark.parametrize("head_dim", [128, 192])
 def test_bits_where_dq_has_an_order(head_dim, launches):
-    case = replace(BIT_CASE["by_head"], heads=Heads(1, 1, head_dim, head_dim))
+    case = replace(BIT_CASE["by_head"], heads=HeadShape(1, 1, head_dim, head_dim))
     check(launches, case, deterministic=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_bits_of_capped_scores(head_dim, launches):
-    case = replace(BIT_CASE["by_head"], heads=Heads(1, 1, head_dim, head_dim), softcap=5.0)
+    case = replace(BIT_CASE["by_head"], heads=HeadShape(1, 1, head_dim, head_dim), softcap=5.0)
     check(launches, case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_a_window_where_dq_has_an_order(head_dim, launches):
-    check(launches, replace(WINDOW, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
+    check(launches, replace(WINDOW, heads=HeadShape(1, 1, head_dim, head_dim)), deterministic=True)
 
 
 @pytest.mark.parametrize("num_at_once", [1, 2])
@@ -331,7 +334,7 @@ def test_additions_in_order_wait_for_no_thread_block_that_does_not_run(
 ):
     """Some start when others end: another kernel may have their SMs."""
     launches.num_at_once = num_at_once
-    case = replace(PREFIX, heads=Heads(2, 2, head_dim, head_dim))
+    case = replace(PREFIX, heads=HeadShape(2, 2, head_dim, head_dim))
     check(launches, case, deterministic=True)
 
 
@@ -339,8 +342,16 @@ def test_additions_in_order_wait_for_no_thread_block_that_does_not_run(
 @pytest.mark.parametrize(
     ("seed", "heads"),
     [
-        *[(0, Heads(2, 1, 64, 64)), (1, Heads(2, 2, 96, 96)), (2, Heads(3, 1, 128, 128))],
-        *[(3, Heads(1, 1, 192, 192)), (4, Heads(2, 1, 256, 256)), (5, Heads(1, 1, 256, 256))],
+        *[
+            (0, HeadShape(2, 1, 64, 64)),
+            (1, HeadShape(2, 2, 96, 96)),
+            (2, HeadShape(3, 1, 128, 128)),
+        ],
+        *[
+            (3, HeadShape(1, 1, 192, 192)),
+            (4, HeadShape(2, 1, 256, 256)),
+            (5, HeadShape(1, 1, 256, 256)),
+        ],
     ],
     ids=lambda x: getattr(x, "id", None),
 )
@@ -351,16 +362,16 @@ def test_random_masks(seed, heads, deterministic, launches):
 
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
 def test_rows_that_see_nothing_and_dlse(head_dim, launches):
-    check(launches, replace(HOLES, heads=Heads(2, 1, head_dim, head_dim)), with_dlse=True)
+    check(launches, replace(HOLES, heads=HeadShape(2, 1, head_dim, head_dim)), with_dlse=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_softcap(head_dim, launches):
-    check(launches, replace(DOCUMENTS, heads=Heads(1, 1, head_dim, head_dim), softcap=5.0))
+    check(launches, replace(DOCUMENTS, heads=HeadShape(1, 1, head_dim, head_dim), softcap=5.0))
 
 
 def test_keys_arrive_and_gradients_leave_between_launches(launches):
-    case = replace(DOCUMENTS, heads=Heads(4, 1, 64, 64))
+    case = replace(DOCUMENTS, heads=HeadShape(4, 1, 64, 64))
     slices, inputs = case.slices(), case.inputs(torch.bfloat16)
     problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
     q, k, v, dout, _ = inputs

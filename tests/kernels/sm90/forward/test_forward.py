@@ -8,7 +8,14 @@ import torch
 from magi_compile.kernels.base import ForwardOutput, new_max_scores
 from magi_compile.kernels.plan import pack, unpack
 from magi_compile.masks.slices import AttnSlices, MaskType
-from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, sliding_window, varlen
+from magi_compile.testing.cases import (
+    MASKS,
+    HeadShape,
+    one,
+    random_disjoint,
+    sliding_window,
+    varlen,
+)
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BIT_CASES
 from tests.kernels.support.max_scores import TANH_ERROR, assert_max_scores_close, check_max_scores
@@ -21,12 +28,12 @@ pytestmark = [
 ]
 
 HEADS = [
-    Heads(4, 2, 64, 64),
-    Heads(8, 1, 96, 96),
-    Heads(4, 1, 128, 128),
-    Heads(3, 3, 128, 128),
-    Heads(2, 1, 192, 192),
-    Heads(2, 2, 256, 256),
+    HeadShape(4, 2, 64, 64),
+    HeadShape(8, 1, 96, 96),
+    HeadShape(4, 1, 128, 128),
+    HeadShape(3, 3, 128, 128),
+    HeadShape(2, 1, 192, 192),
+    HeadShape(2, 2, 256, 256),
 ]
 SHORT = [
     varlen("varlen_causal", [1, 63, 129, 300, 7, 128, 1, 52], MaskType.CAUSAL),
@@ -39,8 +46,11 @@ CASES = [
     *(replace(case, heads=HEADS[2], softcap=5.0) for case in SHORT),
     *(replace(case, heads=heads) for case in BIT_CASES for heads in HEADS),
     *(replace(case, heads=heads, softcap=5.0) for case in BIT_CASES[:2] for heads in HEADS),
-    *(replace(SHORT[1], heads=Heads(n, m, 128, 128)) for n, m in ((8, 8), (8, 2), (8, 1), (64, 1))),
-    replace(one(MaskType.CAUSAL, 4097), heads=Heads(2, 1, 128, 128)),
+    *(
+        replace(SHORT[1], heads=HeadShape(n, m, 128, 128))
+        for n, m in ((8, 8), (8, 2), (8, 1), (64, 1))
+    ),
+    replace(one(MaskType.CAUSAL, 4097), heads=HeadShape(2, 1, 128, 128)),
 ]
 
 
@@ -118,7 +128,10 @@ def test_prior_and_output_dtypes(kernel):
 
 @pytest.mark.parametrize(
     ("lengths", "heads"),
-    [([1 << 20], Heads(1, 1, 128, 128)), ([1, 2, 3, 4, 5, 6, 7] * 1000, Heads(8, 2, 128, 128))],
+    [
+        ([1 << 20], HeadShape(1, 1, 128, 128)),
+        ([1, 2, 3, 4, 5, 6, 7] * 1000, HeadShape(8, 2, 128, 128)),
+    ],
     ids=["one_document_of_a_million_tokens", "thousands_of_tiny_documents"],
 )
 def test_long_sequences(kernel, lengths, heads):
@@ -162,7 +175,7 @@ def test_plans_from_the_host_and_from_the_device_agree(kernel):
 def test_runs_are_bitwise_equal(kernel, head_dim):
     case = replace(
         varlen("many", [700, 1, 333, 2000, 64, 1500], MaskType.CAUSAL),
-        heads=Heads(16, 2, head_dim, head_dim),
+        heads=HeadShape(16, 2, head_dim, head_dim),
     )
     problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
     slices = case.slices("cuda")
@@ -174,7 +187,7 @@ def test_runs_are_bitwise_equal(kernel, head_dim):
 
 
 def test_strided_inputs(kernel):
-    case = replace(SHORT[0], heads=Heads(4, 4, 128, 128))
+    case = replace(SHORT[0], heads=HeadShape(4, 4, 128, 128))
     problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
     slices = case.slices("cuda")
     expected = forward(kernel, inputs.q, inputs.k, inputs.v, slices, problem)
@@ -200,7 +213,7 @@ def test_does_not_read_past_the_keys(kernel):
 
 
 def test_in_a_cuda_graph(kernel):
-    case = replace(SHORT[0], heads=Heads(64, 8, 128, 128))
+    case = replace(SHORT[0], heads=HeadShape(64, 8, 128, 128))
     problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
     slices = case.slices("cuda")
     plan = kernel.plan(slices, problem)

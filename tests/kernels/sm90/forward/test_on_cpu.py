@@ -22,7 +22,7 @@ from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import (
     Case,
-    Heads,
+    HeadShape,
     block_diffusion,
     one,
     random_disjoint,
@@ -40,12 +40,12 @@ from tests.kernels.support.split_walk import SplitWalk
 NUM_SMS = 3
 MOST_THREADS = 512  # of a block on this CPU; what launches more does with fewer
 SHAPES = {
-    "64": (Heads(2, 1, 64, 64), 0.0),
-    "128": (Heads(2, 1, 128, 128), 0.0),
-    "128-softcap": (Heads(2, 1, 128, 128), 5.0),
-    "192": (Heads(1, 1, 192, 192), 0.0),
-    "80": (Heads(2, 1, 80, 80), 0.0),
-    "192-128": (Heads(1, 1, 192, 128), 0.0),
+    "64": (HeadShape(2, 1, 64, 64), 0.0),
+    "128": (HeadShape(2, 1, 128, 128), 0.0),
+    "128-softcap": (HeadShape(2, 1, 128, 128), 5.0),
+    "192": (HeadShape(1, 1, 192, 192), 0.0),
+    "80": (HeadShape(2, 1, 80, 80), 0.0),
+    "192-128": (HeadShape(1, 1, 192, 128), 0.0),
 }
 CASES = [
     random_disjoint(230, 180, 0, num_cuts=4),
@@ -104,7 +104,7 @@ def test_one_launch(case, shape, launches):
 
 
 def test_values_wider_than_keys(launches):
-    case = replace(UNEVEN, heads=Heads(1, 1, 64, 112))
+    case = replace(UNEVEN, heads=HeadShape(1, 1, 64, 112))
     problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
     inputs, slices = case.inputs(torch.bfloat16), case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
@@ -250,7 +250,7 @@ def test_remote_keys_during_a_launch(case, shape, timing, first_behind, run_earl
 @pytest.mark.parametrize("timing", [1, 2, 3])
 def test_remote_keys_during_a_launch_over_sections_of_heads(timing, run_early, monkeypatch):
     monkeypatch.setattr(module, "heads_per_section", lambda problem, *_: problem.nheads_q // 2)
-    case = replace(CASES[0], heads=Heads(4, 2, 64, 64))
+    case = replace(CASES[0], heads=HeadShape(4, 2, 64, 64))
     problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
     inputs = case.inputs(torch.bfloat16)
     result, _, _ = run_early(inputs, case.slices(), problem, 100, 2, timing)

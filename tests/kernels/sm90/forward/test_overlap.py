@@ -14,7 +14,7 @@ from magi_compile.kernels.sm90.forward.overlap import NO_SPLIT, TILES_OF_A_SPLIT
 from magi_compile.kernels.sm90.kernel import CudaKernel
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, varlen
+from magi_compile.testing.cases import MASKS, HeadShape, one, random_disjoint, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.plan.walked import seen
 from tests.support.deterministic import deterministic_algorithms
@@ -26,7 +26,7 @@ CASES = [
 ]
 FEW = CASES[-3:]
 SIZES = PlanTiles(64, 32, 64, 32)
-HEADS = [Heads(4, 2, 64, 64), Heads(4, 1, 128, 128), Heads(2, 1, 192, 192)]
+HEADS = [HeadShape(4, 2, 64, 64), HeadShape(4, 1, 128, 128), HeadShape(2, 1, 192, 192)]
 SPIN_CYCLES = 2_000_000
 FREE_SMS = 32
 
@@ -170,7 +170,7 @@ def test_matches_the_oracle(case, spin_cycles):
 @pytest.mark.gpu
 @needs_hopper
 def test_deterministic_results_do_not_depend_on_when_remote_keys_come():
-    case = replace(one(MaskType.CAUSAL, 4097), heads=Heads(16, 2, 128, 128))
+    case = replace(one(MaskType.CAUSAL, 4097), heads=HeadShape(16, 2, 128, 128))
     kernel, problem = CudaKernel(), case.problem(torch.bfloat16, "cuda")
     inputs, cut = case.inputs(torch.bfloat16, "cuda"), 1500
     slices = local_and_remote(case.slices(), cut).to("cuda")

@@ -10,7 +10,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.sm90 import CudaKernel
 from magi_compile.kernels.sm90.forward.launch import forward as forward_whole
 from magi_compile.masks.slices import MaskType
-from magi_compile.testing.cases import Case, Heads, one, sliding_window, varlen
+from magi_compile.testing.cases import Case, HeadShape, one, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BitCase, random_table
 from tests.kernels.support.prior import check_prior
@@ -25,13 +25,13 @@ pytestmark = [
 ]
 
 HEADS = {
-    64: Heads(4, 2, 64, 64),
-    96: Heads(4, 1, 96, 96),
-    128: Heads(4, 1, 128, 128),
-    192: Heads(2, 1, 192, 192),
-    256: Heads(2, 2, 256, 256),
+    64: HeadShape(4, 2, 64, 64),
+    96: HeadShape(4, 1, 96, 96),
+    128: HeadShape(4, 1, 128, 128),
+    192: HeadShape(2, 1, 192, 192),
+    256: HeadShape(2, 2, 256, 256),
 }
-ALONE = Heads(1, 1, 128, 128)
+ALONE = HeadShape(1, 1, 128, 128)
 FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = MaskType
 CROSS = one(FULL, 130, 9000)
 LONG = one(CAUSAL, 4097)
@@ -53,7 +53,7 @@ CASES = [
     *(replace(CROSS, heads=heads) for heads in (*HEADS.values(), ALONE)),
     *(replace(case, heads=h) for case in (LONG, HOLES) for h in (*HEADS.values(), ALONE)),
     *(replace(case, heads=HEADS[128]) for case in (DOCUMENTS, GLOBAL)),
-    replace(one(FULL, 500, 6000), heads=Heads(64, 8, 128, 128)),
+    replace(one(FULL, 500, 6000), heads=HeadShape(64, 8, 128, 128)),
     replace(HOLES, heads=HEADS[128], softcap=5.0),
     *(replace(BITS, heads=heads) for heads in HEADS.values()),
 ]
@@ -149,5 +149,5 @@ def test_whole_tiles_do_as_without_room_for_splits(kernel):
 
 
 def test_no_room_for_splits_where_tiles_are_many(kernel):
-    slices, problem, _ = prepared(replace(LONG, heads=Heads(64, 8, 128, 128)))
+    slices, problem, _ = prepared(replace(LONG, heads=HeadShape(64, 8, 128, 128)))
     assert kernel.plan(slices, problem).splits.numel() == 0

@@ -221,7 +221,7 @@ class OnHost(NamedTuple):
     made: list[torch.Tensor]
 
     @staticmethod
-    def of(prepared: mask_slices.Prepared) -> "OnHost":
+    def of(prepared: mask_slices.SlicesCall) -> "OnHost":
         """With memory in which what nobody writes is seen."""
         made = [torch.full(x.shape, -1, dtype=x.dtype) for x in prepared.call.made]
         for tensor, buffer in zip(made, prepared.call.made, strict=True):
