@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels of `CUDA_HEAD_DIMS` and the launcher into the cache: `python -m magi_compile.kernels.build`.
+"""Compile the Hopper kernels and the launcher into the cache: `python -m magi_compile.kernels.build`.
 
 Needs NVRTC but no GPU. Exits with an error if a variant does not compile, spills registers or serialises wgmma.
 """
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
-    CUDA_HEAD_DIMS,
+    HOPPER_HEAD_DIMS,
     forward_config,
 )
 from magi_compile.kernels.sm90.backward.variants import backward_variants
@@ -30,7 +30,7 @@ from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compi
 def variants() -> Iterator[Variant]:
     """Every variant for head dimensions that kernels are made for, without score programs and largest scores: the
     others are compiled at first use."""
-    for head_dim, dtype, softcap in itertools.product(CUDA_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
+    for head_dim, dtype, softcap in itertools.product(HOPPER_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
         problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
         config = forward_config(problem)
         for has_stairs, is_early in itertools.product((False, True), repeat=2):

@@ -70,26 +70,26 @@ _L2_SECTION_BYTES = 32 * 2**20
 # query heads share them.
 _SECTION_WAVES = 20
 
-CUDA_HEAD_DIMS = tuple(_FORWARD)  # those of the backward too
+HOPPER_HEAD_DIMS = tuple(_FORWARD)  # those of the backward too
 
 
-def cuda_head_dim(problem: AttnProblem) -> int:
-    """The head_dim of the Hopper kernels for `problem`: the first of `CUDA_HEAD_DIMS` that has room for both of its
+def hopper_head_dim(problem: AttnProblem) -> int:
+    """The head_dim of the Hopper kernels for `problem`: the first of `HOPPER_HEAD_DIMS` that has room for both of its
     own, which are at most the last one."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    return next(head_dim for head_dim in CUDA_HEAD_DIMS if head_dim >= widest)
+    return next(head_dim for head_dim in HOPPER_HEAD_DIMS if head_dim >= widest)
 
 
-def is_between_cuda_head_dims(problem: AttnProblem) -> bool:
+def is_between_hopper_head_dims(problem: AttnProblem) -> bool:
     """True if the Hopper kernels run `problem` as one of a larger head_dim or head_dim_v; they may spill a few
     registers then."""
-    return not problem.head_dim == problem.head_dim_v == cuda_head_dim(problem)
+    return not problem.head_dim == problem.head_dim_v == hopper_head_dim(problem)
 
 
 def forward_config(problem: AttnProblem) -> ForwardConfig:
     """The Hopper forward kernel for `problem`."""
     is_larger = problem.has_bits or problem.has_score
-    return (_FORWARD_BITS if is_larger else _FORWARD)[cuda_head_dim(problem)]
+    return (_FORWARD_BITS if is_larger else _FORWARD)[hopper_head_dim(problem)]
 
 
 # Of the kernel of gradients of captured tensors, which keeps dO beside Q: the buffers of K and of V.
@@ -99,7 +99,7 @@ _TABLE_GRADIENT_STAGES = {64: (3, 3), 96: (2, 2), 128: (2, 2), 192: (2, 2), 256:
 def table_gradients_config(problem: AttnProblem) -> ForwardConfig:
     """The Hopper kernel of gradients of tensors that a score_mod captures: tiles and blocks are those of the forward,
     whose plan it walks."""
-    k_stages, v_stages = _TABLE_GRADIENT_STAGES[cuda_head_dim(problem)]
+    k_stages, v_stages = _TABLE_GRADIENT_STAGES[hopper_head_dim(problem)]
     return replace(forward_config(problem), k_stages=k_stages, v_stages=v_stages, q_buffers=1)
 
 
@@ -179,7 +179,7 @@ _BACKWARD_WITH_SLOPES = {128: BackwardConfig(64, 3, 3, 3, 32, 64, 208, True, num
 def backward_config(problem: AttnProblem, *, keeps_slopes: bool = False) -> BackwardConfig:
     """The Hopper backward kernel for `problem`; `keeps_slopes` for a score program that does more than add to the
     score."""
-    head_dim = cuda_head_dim(problem)
+    head_dim = hopper_head_dim(problem)
     if keeps_slopes and head_dim in _BACKWARD_WITH_SLOPES:
         return _BACKWARD_WITH_SLOPES[head_dim]
     is_changed = problem.softcap or problem.has_score
@@ -218,7 +218,7 @@ def backward_passes(
     """For `num_tiles` of each head: as many heads as tiles keep the SMs busy times,
     since items of several heads end later."""
     waves = num_tiles * section_heads / (_BACKWARD_LEAST_WAVES * num_sms)
-    row_bytes = cuda_head_dim(problem) * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
+    row_bytes = hopper_head_dim(problem) * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
     block_bytes = backward_config(problem).block_cols * row_bytes
     group = problem.qhead_per_kvhead
     most_heads = min(int(waves), group) if group > 1 else 0
@@ -231,7 +231,7 @@ def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_s
     """The number of query heads that the forward works on at a time, `num_tiles` of each: so many that their K and V
     stay in the L2 cache, or more, where a section would be over too soon."""
     divisors, group = _divisors(problem.nheads_kv), problem.qhead_per_kvhead
-    kv_bytes = 2 * seqlen_k * cuda_head_dim(problem) * problem.dtype.itemsize
+    kv_bytes = 2 * seqlen_k * hopper_head_dim(problem) * problem.dtype.itemsize
     cached = max(n for n in divisors if n * kv_bytes <= _L2_SECTION_BYTES or n == 1)
     if group == 1:
         return cached
@@ -272,9 +272,9 @@ def forward_splits(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms:
     return room // 2 * 2 * is_long * are_few
 
 
-def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
-    """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("cuda", "fa4" or "triton")."""
-    if kernel == "cuda":
+def plan_tiles(problem: AttnProblem, kernel: str = "hopper") -> PlanTiles:
+    """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("hopper", "fa4" or "triton")."""
+    if kernel == "hopper":
         forward, backward = forward_config(problem), backward_config(problem)
         return PlanTiles(
             forward.tile_rows, forward.block_cols, backward.tile_rows, backward.block_cols
@@ -286,7 +286,7 @@ def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
         )
     if kernel == "fa4":
         return fa4_blocks(problem)
-    raise ValueError(f'`kernel` must be "cuda", "fa4" or "triton", got {kernel!r}')
+    raise ValueError(f'`kernel` must be "hopper", "fa4" or "triton", got {kernel!r}')
 
 
 # flash-attn-4: the blocks of its lists are its own tiles, which it takes from the head dimension. On Blackwell a thread

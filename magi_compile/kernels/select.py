@@ -16,15 +16,17 @@ from magi_compile.score.program import ScoreProgram
 
 # "module:class" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
 KERNELS: dict[str, str] = {
-    "cuda": "magi_compile.kernels.sm90:CudaKernel",
+    "hopper": "magi_compile.kernels.sm90:HopperKernel",
     "fa4": "magi_compile.kernels.fa4:Fa4Kernel",
     "triton": "magi_compile.kernels.triton:TritonKernel",
     "cpu": "magi_compile.kernels.cpu:CpuKernel",
     "reference": "magi_compile.kernels.reference:ReferenceKernel",
 }
 
+OLD_NAMES = {"cuda": "hopper"}  # by which callers may still ask
+
 # Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix;
-# flash-attn-4 is slower than "cuda" on Hopper, and has not run here on Blackwell.
+# flash-attn-4 is slower than "hopper" on Hopper GPUs, and has not run here on Blackwell.
 ONLY_IF_FORCED = frozenset({"reference", "fa4"})
 
 # Why a kernel is not chosen for bit blocks or score programs by a user who did not ask for it by name.
@@ -88,6 +90,7 @@ def select(
         ValueError: if `force` names no kernel.
         NotImplementedError: if every considered kernel refuses; the message lists all reasons.
     """
+    force = OLD_NAMES.get(force, force) if force else None
     if force is None:
         considered = [name for name in KERNELS if name not in ONLY_IF_FORCED]
     elif force in KERNELS:
@@ -139,7 +142,7 @@ def load(name: str) -> Kernel:
     """Loads the kernel called `name`, of which there is one instance.
 
     Args:
-        name: as in `KERNELS`.
+        name: as in `KERNELS`, or in `OLD_NAMES`.
 
     Returns:
         The kernel, made when it is first asked for.
@@ -147,6 +150,8 @@ def load(name: str) -> Kernel:
     Raises:
         ImportError: if something the kernel needs is not installed.
     """
+    if name in OLD_NAMES:
+        return load(OLD_NAMES[name])
     module_name, _, class_name = KERNELS[name].partition(":")
     module = importlib.import_module(module_name)
     if not hasattr(module, class_name):
@@ -206,6 +211,6 @@ def _of_masks(arch: tuple[int, int] | None, name: str) -> Callable | None:
         return None
     try:
         module = importlib.import_module(f"magi_compile.kernels.sm90.masks.{name}")
-    except ImportError:  # of cuda-bindings, without which there is no kernel called "cuda" either
+    except ImportError:  # of cuda-bindings, without which there is no kernel called "hopper" either
         return None
     return getattr(module, f"{name}_on_device")

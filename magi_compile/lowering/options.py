@@ -18,7 +18,7 @@ class LoweringOptions:
     Attributes:
         strict: raise an error where an attention cannot be lowered or runs eagerly inside a compiled function, instead
             of leaving it on FlexAttention.
-        kernel: the only kernel to use ("cuda", "fa4", "triton", "cpu", "reference"); None chooses by device
+        kernel: the only kernel to use ("hopper", "fa4", "triton", "cpu", "reference"); None chooses by device
             and problem.
         slice_capacity: the most slices of a mask that is derived in a graph, per batch entry, and per head where heads
             have masks of their own. None stands for one slice for every 16 query rows and every interval of the mask,

@@ -98,7 +98,7 @@ def flex_flash_attention(
         softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
         sinks: `[nheads_q]`, one more score of each head in every softmax, with a value of 0; any floating-point dtype,
             on the device of q, differentiable. A DTensor where q is one. None for none.
-        kernel: the only kernel to use ("cuda", "fa4", "triton", "cpu", "reference"); None chooses.
+        kernel: the only kernel to use ("hopper", "fa4", "triton", "cpu", "reference"); None chooses.
         return_max_scores: whether to return the largest score of each row as well, as QK-clip needs them.
 
     Returns:

@@ -37,11 +37,11 @@ def test_results_say_where_they_come_from(results):
 def test_interleaved_contenders_are_rows_like_others(tmp_path, capsys):
     path = tmp_path / "results.jsonl"
     run = [*ONE_CASE, "--interleaved", "3", "--passes", "fwd", "bwd", "--output", str(path)]
-    names = ["magi-cpu", "naive", "magi-cuda"]
+    names = ["magi-cpu", "naive", "magi-hopper"]
     assert main([*run, "--contenders", *names]) == 0
     loaded = rows.load([path])
     statuses = {row["contender"]: row["status"] for row in loaded.rows.values()}
-    assert statuses.pop("magi-cuda") in ("unsupported", "unavailable")
+    assert statuses.pop("magi-hopper") in ("unsupported", "unavailable")
     assert statuses == {"magi-cpu": "ok", "naive": "ok"}
     for row in loaded.ok_rows():
         assert set(row["passes"]) == {"fwd", "bwd"}

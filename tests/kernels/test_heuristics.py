@@ -7,7 +7,7 @@ import torch
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
-    CUDA_HEAD_DIMS,
+    HOPPER_HEAD_DIMS,
     backward_config,
     backward_passes,
     backward_sections,
@@ -70,7 +70,7 @@ def test_a_pass_has_as_many_heads_as_tiles_keep_the_sms_busy_times(heads, num_ti
 @pytest.mark.parametrize(
     ("l2_bytes", "cached"), [(50 * 2**20, 24 * 2**20), (60 * 2**20, 48 * 2**20)]
 )
-@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 def test_blocks_of_queries_that_stay_in_the_cache(head_dim, l2_bytes, cached):
     """Of q and dout in 16 bits, and sums of dq in fp32: 24 MiB on an H100 and 48 on an H200."""
     of_dim = problem(64, 8, head_dim)
@@ -80,7 +80,7 @@ def test_blocks_of_queries_that_stay_in_the_cache(head_dim, l2_bytes, cached):
     assert passes.cached_blocks * block_bytes <= cached < (passes.cached_blocks + 1) * block_bytes
 
 
-@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 def test_the_backward_walks_its_own_tiles(head_dim):
     tiles = plan_tiles(problem(head_dim=head_dim))
     config = backward_config(problem(head_dim=head_dim))
@@ -88,7 +88,7 @@ def test_the_backward_walks_its_own_tiles(head_dim):
 
 
 @pytest.mark.parametrize("has_bits", [False, True])
-@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 def test_all_kernels_of_a_score_program_walk_one_plan(head_dim, has_bits):
     """Whatever the program does to the score, which a plan does not know."""
     scored = replace(problem(head_dim=head_dim), has_score=True, has_bits=has_bits)
@@ -100,7 +100,7 @@ def test_all_kernels_of_a_score_program_walk_one_plan(head_dim, has_bits):
         assert (tiles.k_tile_rows, tiles.k_block_cols) == (config.tile_rows, config.block_cols)
 
 
-@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 def test_blocks_of_keys_lie_in_bit_blocks(head_dim):
     config = forward_config(replace(problem(head_dim=head_dim), has_bits=True))
     assert config.tile_rows == BLOCK

@@ -12,7 +12,7 @@ from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.plan import Plan, pack, unpack
-from magi_compile.kernels.sm90 import CudaKernel
+from magi_compile.kernels.sm90 import HopperKernel
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library
@@ -48,7 +48,7 @@ def tensors_of(plan):
 def test_plans_are_packed(slices):
     """In memory where kernels read 16 bytes at a time, and beside it a shape, which is there on the host."""
     of_pieces = CpuKernel().plan(slices, replace(PLAIN, device_type="cpu"))
-    of_walks = CudaKernel().plan(slices, PLAIN)
+    of_walks = HopperKernel().plan(slices, PLAIN)
     others = Plan(others=(torch.ones(3), torch.zeros(2, dtype=torch.int64)))
     for plan in (of_walks, of_pieces, others):
         packed = pack(plan)
@@ -65,7 +65,7 @@ def test_plans_are_packed(slices):
 
 
 def test_forward_and_backward(slices):
-    kernel, (grads, saved) = CudaKernel(), inputs()
+    kernel, (grads, saved) = HopperKernel(), inputs()
     plan = kernel.plan(slices, PLAIN)
     q, k, v, out, lse = saved
     with refused():
@@ -77,7 +77,7 @@ def test_forward_and_backward(slices):
 
 
 def test_a_forward_that_begins_early(slices):
-    kernel, (_, saved) = CudaKernel(), inputs()
+    kernel, (_, saved) = HopperKernel(), inputs()
     q, k, v, *_ = saved
     plan = kernel.early_plan(slices, PLAIN, 201)
     with refused():
@@ -105,6 +105,6 @@ def test_the_op_plans_for_the_soft_cap(softcap, slices, monkeypatch):
     monkeypatch.setattr(library, "problem_on", problem_on)
     library.chosen_for.cache_clear()
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    plan = torch.ops.magi.plan(*lists, ROWS, ROWS, torch.bfloat16, *HEADS, softcap, "cuda")
+    plan = torch.ops.magi.plan(*lists, ROWS, ROWS, torch.bfloat16, *HEADS, softcap, "hopper")
     library.chosen_for.cache_clear()
     assert unpack(plan).tiles == plan_tiles(problem)

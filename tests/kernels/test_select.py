@@ -68,7 +68,7 @@ def test_first_kernel_without_refusals(registry):
 def test_cpu_problem_gets_the_cpu_kernel():
     kernel, passed_over = select(PROBLEM)
     assert kernel.name == "cpu"
-    assert list(passed_over) == ["cuda", "triton"]
+    assert list(passed_over) == ["hopper", "triton"]
 
 
 def test_the_oracle_runs_only_if_forced(registry):
@@ -119,7 +119,7 @@ def test_forced_kernel_that_refuses(registry):
 def test_forced_kernel_that_does_not_exist():
     with pytest.raises(
         ValueError,
-        match=r"`force` must be one of cuda, fa4, triton, .* got 'fast'",
+        match=r"`force` must be one of hopper, fa4, triton, .* got 'fast'",
     ):
         select(PROBLEM, force="fast")
 
@@ -204,16 +204,16 @@ def test_score_programs_on_a_gpu_are_for_those_who_ask():
         select(problem)
     assert "has no score_mods but a scale and a soft-cap" in refusals("fa4", problem)
     assert not any(
-        "score_mods" in x for name in ("cuda", "triton") for x in refusals(name, problem)
+        "score_mods" in x for name in ("hopper", "triton") for x in refusals(name, problem)
     )
 
 
 @pytest.mark.parametrize(
     ("head_dims", "name"),
     [
-        ((128, 128), "cuda"),
-        ((80, 80), "cuda"),
-        ((192, 128), "cuda"),
+        ((128, 128), "hopper"),
+        ((80, 80), "hopper"),
+        ((192, 128), "hopper"),
         ((100, 100), "triton"),
     ],
     ids=str,
@@ -224,3 +224,10 @@ def test_head_dimensions_on_hopper(head_dims, name):
     problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), dtype=torch.bfloat16)
     head_dim, head_dim_v = head_dims
     assert select(replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)).kernel.name == name
+
+
+def test_old_name_of_the_hopper_kernel():
+    """Callers may still ask for it as `cuda`; messages and results call it `hopper`."""
+    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, 8, 2, 128, 128, 1.0)
+    assert load("cuda") is load("hopper")
+    assert select(problem, "cuda").kernel.name == "hopper"

@@ -178,7 +178,7 @@ def test_bits_on_request(is_asked):
     x = qkv()
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks.Way, "of", watched)
+        patch.setattr(masks.MaskRoute, "of", watched)
         compiled = torch.compile(attend, backend=make_backend("eager", options))
         out = compiled(x, outside(IN_ORDER))
     (route,) = ways

@@ -46,7 +46,7 @@ def test_explain_counts_slices_and_lists_reasons():
     assert "score_mod" in second.decision.reasons[0]
     text = str(result)
     assert "slices   4 (4 CAUSAL)" in text
-    assert "not cuda:" in text
+    assert "not hopper:" in text
     assert "stays on FlexAttention because" in text
     assert "test_explain" not in text or "conftest.py" in text
     assert text.endswith("1 of 2 FlexAttention calls lowered to cpu, 1 graph compiled")

@@ -411,7 +411,7 @@ def test_on_a_gpu(heads, is_made_outside, head_dim):
             assert difference.max() <= 0.03 * other[finite].abs().max()
             assert difference.mean() <= 0.02 * other[finite].abs().mean()
     magi_compile.synchronize_checks()
-    assert REPORT.lowered[0].kernel == "cuda"
+    assert REPORT.lowered[0].kernel == "hopper"
     assert notes()[0] == OF_HEADS_NOTE  # and no word of bit blocks before it
 
 

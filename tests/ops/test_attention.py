@@ -148,8 +148,8 @@ def test_slices_on_another_device(slices):
 
 
 def test_forced_kernel_that_refuses_says_why(slices):
-    with pytest.raises(NotImplementedError, match="cuda: "):
-        flex_flash_attention(*packed(), slices, kernel="cuda")
+    with pytest.raises(NotImplementedError, match="hopper: "):
+        flex_flash_attention(*packed(), slices, kernel="hopper")
 
 
 def causal(b, h, q, kv):
@@ -442,14 +442,14 @@ def test_autocast_and_numbers_of_numpy():
 @pytest.mark.parametrize(
     ("change", "kernel"),
     [
-        ({}, "cuda"),
+        ({}, "hopper"),
         ({"head_dim": 100, "head_dim_v": 100}, "triton"),
         ({"device_arch": (8, 0)}, "triton"),
         ({"device_type": "cpu", "device_arch": None}, "cpu"),
     ],
     ids=str,
 )
-def test_eager_calls_with_bit_blocks_run_where_the_cuda_kernels_refuse(change, kernel):
+def test_eager_calls_with_bit_blocks_run_where_the_hopper_kernel_refuses(change, kernel):
     """Triton's kernel is asked for by name: eager code has no FlexAttention to stay on."""
     pytest.importorskip("triton")
     pytest.importorskip("cuda.bindings")

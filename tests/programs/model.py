@@ -201,7 +201,7 @@ RUNS: Counter[str] = Counter()  # of our kernels, by name
 
 def count_runs() -> None:
     """Counts in `RUNS` from now on. What Inductor finds in its cache runs without a line in the lowering report."""
-    for name in ("cuda", "triton") if torch.cuda.is_available() else ("cpu",):
+    for name in ("hopper", "triton") if torch.cuda.is_available() else ("cpu",):
         kind = type(load(name))
         kind.forward = _counted(name, kind.forward)
 

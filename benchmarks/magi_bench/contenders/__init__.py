@@ -13,7 +13,7 @@ ENTRY_POINTS = "magi_bench.contenders"
 
 # Reports list them in this order.
 CONTENDERS: dict[str, str] = {
-    "magi-cuda": "magi:MagiCuda",
+    "magi-hopper": "magi:MagiHopper",
     "magi-triton": "magi:MagiTriton",
     "magi-cpu": "magi:MagiCpu",
     "fa4": "flash_attention:FlashAttention4",

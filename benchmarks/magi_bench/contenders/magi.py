@@ -60,10 +60,10 @@ def _problem(workload: Workload, device: str) -> AttnProblem:
     return problem_on(torch.device(device), dtype, (*heads, *case.head_dims), scale)
 
 
-class MagiCuda(_Magi):
-    name = "magi-cuda"
+class MagiHopper(_Magi):
+    name = "magi-hopper"
     label = "magi_compile (CUDA)"
-    kernel = "cuda"
+    kernel = "hopper"
 
     def available(self) -> str | None:
         return import_error("magi_compile.kernels.sm90")

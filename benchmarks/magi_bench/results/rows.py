@@ -63,12 +63,19 @@ class Results:
         """One line of a file; a KeyError if it is none."""
         kind = record.pop("kind")
         if kind == "run":
-            self.planned.update(dict.fromkeys(record.pop("planned")))
+            self.planned.update(dict.fromkeys(map(_renamed, record.pop("planned"))))
             self.runs[record["run"]] = record
             return
         if "cell" in record:  # what a case was called
             record["case"] = record.pop("cell")
+        record["key"], record["contender"] = _renamed(record["key"]), _renamed(record["contender"])
         self.rows[record["key"]] = record
+
+
+def _renamed(key: str) -> str:
+    """A key of a row, or a contender, with today's name of the contender."""
+    case, slash, contender = key.rpartition("/")
+    return case + slash + ("magi-hopper" if contender == "magi-cuda" else contender)
 
 
 def row_key(case: Case, contender: str) -> str:

@@ -1,3 +1,3 @@
-from magi_compile.kernels.sm90.kernel import CudaKernel
+from magi_compile.kernels.sm90.kernel import HopperKernel
 
-__all__ = ["CudaKernel"]
+__all__ = ["HopperKernel"]

@@ -10,9 +10,9 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.kernels.heuristics import (
-    CUDA_HEAD_DIMS,
-    cuda_head_dim,
-    is_between_cuda_head_dims,
+    HOPPER_HEAD_DIMS,
+    hopper_head_dim,
+    is_between_hopper_head_dims,
     plan_tiles,
 )
 from magi_compile.kernels.overlap import SavedQueries
@@ -30,7 +30,7 @@ from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
-class CudaKernel:
+class HopperKernel:
     """Warp-specialised attention for sm_90a; see `Kernel`, `ScoredKernel`,
     `EarlyKernel` and `PhasedKernel` for the interface.
 
@@ -38,7 +38,7 @@ class CudaKernel:
     come. Under `torch.use_deterministic_algorithms(True)` dq has one order, and no tile is cut.
     """
 
-    name = "cuda"
+    name = "hopper"
     plans_in_graph = True
     needs_slices = False
     prepares_calls = True
@@ -53,19 +53,19 @@ class CudaKernel:
             reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
         dims = problem.head_dim, problem.head_dim_v
         # TMA reads rows that begin at multiples of 16 bytes.
-        if any(dim % 8 or not 8 <= dim <= CUDA_HEAD_DIMS[-1] for dim in dims):
+        if any(dim % 8 or not 8 <= dim <= HOPPER_HEAD_DIMS[-1] for dim in dims):
             reasons.append(
                 "needs a head_dim and a head_dim_v that are multiples of 8 from 8 to "
-                f"{CUDA_HEAD_DIMS[-1]}, got {dims[0]} and {dims[1]}"
+                f"{HOPPER_HEAD_DIMS[-1]}, got {dims[0]} and {dims[1]}"
             )
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:
-        if not is_between_cuda_head_dims(problem):
+        if not is_between_hopper_head_dims(problem):
             return []
         return [
             f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} run in tiles for "
-            f"{cuda_head_dim(problem)}, "
+            f"{hopper_head_dim(problem)}, "
             "of which TMA fills columns with zeros; nothing is copied"
         ]
 

@@ -143,7 +143,7 @@ def test_declarations(name):
 
 
 def test_no_such_contender():
-    with pytest.raises(ValueError, match=r"`contender` must be one of magi-cuda, .*, got 'x'"):
+    with pytest.raises(ValueError, match=r"`contender` must be one of magi-hopper, .*, got 'x'"):
         contenders.load("x")
 
 
@@ -229,7 +229,7 @@ def test_the_first_of_long_calls_counts(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["magi-cuda", "magi-triton"])
+@pytest.mark.parametrize("name", ["magi-hopper", "magi-triton"])
 @pytest.mark.parametrize(
     "case",
     [

@@ -273,9 +273,9 @@ def test_ways_are_those_of_the_lowering(way):
 
 
 def test_reasons_are_one_line():
-    decision = Decision("", (), (), "mask", None, reasons=("no kernel:\n  cuda: why", "b"))
+    decision = Decision("", (), (), "mask", None, reasons=("no kernel:\n  hopper: why", "b"))
     kept = runner.decided(OURS, [decision])
-    assert kept["reason"] == "stays on FlexAttention: no kernel: cuda: why; b"
+    assert kept["reason"] == "stays on FlexAttention: no kernel: hopper: why; b"
 
 
 def made_row(contender, ms=None, **more):
@@ -287,11 +287,11 @@ def made_row(contender, ms=None, **more):
 
 
 def test_report():
-    ours = {"way": "bits", "kernel": "cuda", "score": "", "notes": ["by bit blocks: a | b"]}
+    ours = {"way": "bits", "kernel": "hopper", "score": "", "notes": ["by bit blocks: a | b"]}
     rows = [
         made_row("flex", 3.0, first_s=9.0),
         made_row("magi", status="unsupported", reason="stays on FlexAttention: why"),
-        made_row("magi-cuda", 1.5, first_s=5.0, **ours),
+        made_row("magi-hopper", 1.5, first_s=5.0, **ours),
     ]
     runner.compare(rows)
     results = files.Results({"1": {"device": "a card"}}, {row["key"]: row for row in rows})

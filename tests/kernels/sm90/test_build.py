@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 from magi_compile.kernels import build
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, forward_config
+from magi_compile.kernels.heuristics import HOPPER_HEAD_DIMS, forward_config
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.forward.launch import forward_variant
 from magi_compile.kernels.sm90.runtime import nvrtc
@@ -24,7 +24,7 @@ VARIANTS = list(build.variants())
 def with_max_scores():
     """Not built ahead: each is compiled when it is asked for, and fails there if it spills."""
     for head_dim, (softcap, has_bits, is_early) in itertools.product(
-        CUDA_HEAD_DIMS, [(0.0, False, False), (1.0, True, False), (1.0, False, True)]
+        HOPPER_HEAD_DIMS, [(0.0, False, False), (1.0, True, False), (1.0, False, True)]
     ):
         problem = AttnProblem(
             *("cuda", (9, 0), torch.bfloat16, 1, 1, head_dim, head_dim, 1.0, softcap),

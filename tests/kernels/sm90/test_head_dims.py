@@ -24,7 +24,7 @@ def test_matches_the_oracle(name, dims):
     case = replace(MASK[name], heads=HeadShape(4, 2, *dims))
     inputs, slices = case.inputs(dtype, "cuda"), case.slices("cuda")
     problem = case.problem(dtype, "cuda")
-    results = run_kernel(load("cuda"), inputs, slices, problem)
+    results = run_kernel(load("hopper"), inputs, slices, problem)
     assert all(x.is_contiguous() for x in results)
     assert_attention_close(results, inputs, slices, problem)
 
@@ -33,4 +33,4 @@ def test_matches_the_oracle(name, dims):
 @pytest.mark.parametrize("dims", [(80, 80), (192, 128), (32, 16)], ids=str)
 def test_merges_with_a_prior(dims, out_dtype):
     case = replace(MASK[NAMES[1]], heads=HeadShape(4, 1, *dims))
-    check_prior(load("cuda"), case, torch.bfloat16, out_dtype, "cuda")
+    check_prior(load("hopper"), case, torch.bfloat16, out_dtype, "cuda")

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, forward_config, heads_per_section
+from magi_compile.kernels.heuristics import HOPPER_HEAD_DIMS, forward_config, heads_per_section
 from magi_compile.kernels.sm90.forward.launch import forward_variant
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 64, 8, 128, 128, 128**-0.5)
@@ -16,9 +16,9 @@ PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 64, 8, 128, 128, 128**-0.5
 
 @pytest.fixture
 def kernel():
-    from magi_compile.kernels.sm90 import CudaKernel
+    from magi_compile.kernels.sm90 import HopperKernel
 
-    return CudaKernel()
+    return HopperKernel()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_who_chooses_between_tensor_maps(head_dim, chooses):
         assert defines["FFA_IS_EARLY"] == str(is_early).lower()
 
 
-@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 @pytest.mark.parametrize("seqlen_k", [0, 1000, 16384, 1 << 20])
 @pytest.mark.parametrize("num_tiles", [0, 43, 5000])
 @pytest.mark.parametrize(("nheads_q", "nheads_kv"), [(64, 8), (12, 12), (15, 5), (1, 1)])

@@ -17,7 +17,7 @@ from magi_compile import _checks
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.plan import pack
-from magi_compile.kernels.sm90.kernel import CudaKernel
+from magi_compile.kernels.sm90.kernel import HopperKernel
 from magi_compile.kernels.sm90.masks.mask_bits import mask_bits_on_device
 from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
 from magi_compile.kernels.sm90.params import (
@@ -49,7 +49,7 @@ class SetAttributes:
     setattr = staticmethod(setattr)
 
 
-class PlanningKernel(CudaKernel):
+class PlanningKernel(HopperKernel):
     """Plans slices of a CPU as those of a GPU."""
 
     def plan(self, slices, problem):
@@ -126,7 +126,7 @@ class Setup:
 
 
 def plan_of(slices, problem=PROBLEM):
-    kernel = CudaKernel()
+    kernel = HopperKernel()
     return pack(kernel.plan(slices, problem))
 
 
@@ -256,7 +256,7 @@ def bit_blocks(setup: Setup) -> None:
     for repeats in (False, True):
         q, k, v = tensors()
         bits = slices.bits.clone()
-        rest = (lists(slices), plan, 0.125, 0.0, "cuda")
+        rest = (lists(slices), plan, 0.125, 0.0, "hopper")
         out, lse, _ = torch.ops.magi.ffa_fwd(q, k, v, *rest, bits)
         torch.ops.magi.ffa_bwd(out, None, q, k, v, out, lse, *rest, False, bits)
         launched, again = setup.in_python(), setup.repeated()
@@ -274,7 +274,7 @@ def by_entry(setup: Setup) -> None:
     views of which nobody knows whose they are, go through Python."""
     plan = plan_of(AttnSlices.full(ROWS))
     numbering = (1, 4, ROWS, ROWS, 0)
-    options = ([], plan, 0.125, 0.0, "cuda")
+    options = ([], plan, 0.125, 0.0, "hopper")
 
     def entries(heads: int) -> torch.Tensor:
         return torch.zeros(ROWS, heads, 64, dtype=torch.bfloat16).transpose(0, 1)[None]
@@ -338,7 +338,7 @@ def other_shapes(setup: Setup) -> None:
     assert launched(q, k, v, 0.125, 0.0, "") == (True, False)
     assert launched(q, k, v, 0.125, 0.0, "") == (False, True)
     assert launched(q, k, v, 0.25, 0.0, "") == (True, False)
-    assert launched(q, k, v, 0.125, 0.0, "cuda") == (True, False)
+    assert launched(q, k, v, 0.125, 0.0, "hopper") == (True, False)
     by_head = q.transpose(0, 1).contiguous().transpose(0, 1)
     assert launched(by_head, k, v, 0.125, 0.0, "") == (True, False)
     assert launched(by_head, k, v, 0.125, 0.0, "") == (False, True)

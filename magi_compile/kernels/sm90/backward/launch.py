@@ -375,7 +375,7 @@ class BackwardPass:
         grads: of the results.
         saved: of the forward pass.
         walk: of the keys.
-        problem: what `CudaKernel.refusals` finds nothing against.
+        problem: what `HopperKernel.refusals` finds nothing against.
         deterministic: whether additions to dq have one order.
     """
 

@@ -12,8 +12,8 @@ from magi_compile.kernels.heuristics import (
     BACKWARD_ROWS,
     BackwardConfig,
     backward_config,
-    cuda_head_dim,
-    is_between_cuda_head_dims,
+    hopper_head_dim,
+    is_between_hopper_head_dims,
 )
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, score_defines, score_headers
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
@@ -32,7 +32,7 @@ def backward_variants(
     main with a `score` program where `problem` has one."""
     assert problem.has_score == (score is not None)
     config = backward_config(problem, keeps_slopes=keeps_slopes(score))
-    element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": cuda_head_dim(problem)}
+    element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": hopper_head_dim(problem)}
     of_q, of_v = {"FFA_COLS": problem.head_dim}, {"FFA_COLS_OF_V": problem.head_dim_v}
     rows = {**element, **of_v, "FFA_ROWS": BACKWARD_ROWS, "FFA_TILE_WARPS": config.tile_warps}
     cols = {"FFA_BLOCK_COLS": config.block_cols}
@@ -55,7 +55,7 @@ def backward_variants(
         **score_defines(score),
     }
     main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
-    may_spill = score is not None or is_between_cuda_head_dims(problem)
+    may_spill = score is not None or is_between_hopper_head_dims(problem)
     return (
         _variant(
             "backward/preprocess.cu",

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import BackwardConfig, cuda_head_dim
+from magi_compile.kernels.heuristics import BackwardConfig, hopper_head_dim
 
 DQ_GROUP_ROWS = 16
 STATS_BYTES = 12  # of a query, in csrc/sm90/common/statistics.cuh
@@ -18,7 +18,7 @@ _WARPS = BackwardConfig.num_threads // 32  # each leaves its progress two items 
 class Scratch(NamedTuple):
     """The offsets in the one allocation, in bytes.
 
-    First the sums of dq `[nheads_q, padded_q, cuda_head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
+    First the sums of dq `[nheads_q, padded_q, hopper_head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
     csrc/sm90/common/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda,
     and what its writer needs; then how many parts have arrived, the visits of csrc/sm90/backward/params.cuh that are
     done and those that are wanted, and the progress of dq.
@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
             num_slots = max(num_slots, num_tiles)
         num_entries = max(num_items + num_slots, num_items * group if has_passes else 0)
         num_partials = num_slots * heads_per_section
-        head_dim = cuda_head_dim(problem)
+        head_dim = hopper_head_dim(problem)
         stats = nheads_q * padded_q * head_dim
         partials = stats + nheads_q * padded_q * STATS_BYTES // 4
         end = partials + num_partials * 2 * config.tile_rows * head_dim

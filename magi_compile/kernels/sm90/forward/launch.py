@@ -14,7 +14,7 @@ from magi_compile.kernels.heuristics import (
     ForwardConfig,
     forward_config,
     heads_per_section,
-    is_between_cuda_head_dims,
+    is_between_hopper_head_dims,
 )
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.sm90.params import BITS_FORWARD, FORWARD, scored_forward_params
@@ -87,7 +87,7 @@ def forward_variant(
         "ffa_forward",
         tuple((k, str(v)) for k, v in defines.items()),
         score_headers(score),
-        may_spill=score is not None or is_between_cuda_head_dims(problem),
+        may_spill=score is not None or is_between_hopper_head_dims(problem),
     )
 
 
@@ -118,7 +118,7 @@ def forward(
     Args:
         qkv: `[total_q, nheads_q, head_dim]`, and twice `[total_k, nheads_kv, head_dim]`.
         walk: the q walk of the plan.
-        problem: what `CudaKernel.refusals` finds nothing against.
+        problem: what `HopperKernel.refusals` finds nothing against.
         bits: int32 `[num_blocks, BLOCK, WORDS]`, contiguous: the bit blocks of the mask, where `problem` has some.
         prior: attention of q over other keys, to be merged with this one; its `out` in fp32.
         out_dtype: of the output, that of q by default, or fp32.

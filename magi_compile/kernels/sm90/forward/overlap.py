@@ -156,7 +156,7 @@ class EarlyForward:
         keys: local keys `[total_local, nheads_kv, head_dim]` and their values, not empty.
         remote: remote keys and values; not empty.
         plan: of the mask over local and remote keys.
-        problem: what `CudaKernel.refusals` finds nothing against.
+        problem: what `HopperKernel.refusals` finds nothing against.
         free_sms: that are left to what brings remote keys; one at least computes.
         deterministic: no tile is cut in two, so that the result does not depend on when remote keys come, bit by bit.
         max_scores: see `forward`.

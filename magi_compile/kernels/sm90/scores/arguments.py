@@ -101,7 +101,7 @@ def score_arguments(
     for i, table in enumerate(used):
         if table.numel() > _MOST_ELEMENTS:
             raise NotImplementedError(
-                "a score_mod must capture tensors of fewer than 2**31 elements in the cuda kernel, "
+                "a score_mod must capture tensors of fewer than 2**31 elements in kernel 'hopper', "
                 f"got {list(table.shape)}; "
                 "the triton kernel takes it"
             )

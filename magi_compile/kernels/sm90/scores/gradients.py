@@ -8,7 +8,7 @@ from typing import NamedTuple
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
     ForwardConfig,
-    cuda_head_dim,
+    hopper_head_dim,
     table_gradients_config,
 )
 from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS
@@ -50,7 +50,7 @@ def table_gradients_variant(
     """The kernel to compile for `problem`, with the `source` of a program with gradients."""
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
-        "FFA_HEAD_DIM": cuda_head_dim(problem),
+        "FFA_HEAD_DIM": hopper_head_dim(problem),
         "FFA_BLOCK_COLS": config.block_cols,
         "FFA_K_STAGES": config.k_stages,
         "FFA_V_STAGES": config.v_stages,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
-from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS
+from magi_compile.kernels.heuristics import HOPPER_HEAD_DIMS
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.plan import pack, unpack
 from magi_compile.kernels.reference import exact_forward
@@ -97,9 +97,9 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def kernel():
-    from magi_compile.kernels.sm90 import CudaKernel
+    from magi_compile.kernels.sm90 import HopperKernel
 
-    return CudaKernel()
+    return HopperKernel()
 
 
 class Backward:
@@ -196,7 +196,7 @@ MANY = varlen("many", [700, 1, 333, 2000, 64, 1500], MaskType.CAUSAL)
 PACKED = varlen("packed", [61, 130, 7, 200, 33] * 20, MaskType.CAUSAL)  # several to a tile
 
 
-@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 @pytest.mark.parametrize("case", [MANY, QUESTION], ids=lambda case: case.id)
 def test_dk_and_dv_are_bitwise_equal(kernel, case, head_dim):
     backward = Backward(kernel, replace(case, heads=HeadShape(16, 2, head_dim, head_dim)))
@@ -212,7 +212,7 @@ def test_dk_and_dv_of_several_sections_are_bitwise_equal(kernel):
         assert_same(first, backward())
 
 
-@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 @pytest.mark.parametrize(
     "case",
     [MANY, PACKED, QUESTION, one(MaskType.FULL, 3000), sliding_window(2500, 600)],

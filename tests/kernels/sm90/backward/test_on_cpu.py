@@ -14,7 +14,7 @@ from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.heuristics import (
     BackwardPasses,
     backward_config,
-    cuda_head_dim,
+    hopper_head_dim,
     plan_tiles,
 )
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
@@ -151,7 +151,7 @@ def check(launches, case, with_dlse=False, deterministic=False):
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
         row_groups = len(launches.done) // problem.nheads_q
         wanted = tuple(additions_of_tiles(plan, row_groups).sum(0).tolist())
-        is_rounded = cuda_head_dim(problem) > 64 and not deterministic
+        is_rounded = hopper_head_dim(problem) > 64 and not deterministic
         assert launches.wanted == (wanted if is_rounded else ())
         if is_rounded or deterministic:
             per_tile = backward_config(problem).num_ctas

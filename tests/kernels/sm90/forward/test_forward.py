@@ -56,9 +56,9 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def kernel():
-    from magi_compile.kernels.sm90 import CudaKernel
+    from magi_compile.kernels.sm90 import HopperKernel
 
-    return CudaKernel()
+    return HopperKernel()
 
 
 def forward(kernel, q, k, v, slices, problem):

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.sm90.forward.overlap import NO_SPLIT, TILES_OF_A_SPLIT, early_plan
-from magi_compile.kernels.sm90.kernel import CudaKernel
+from magi_compile.kernels.sm90.kernel import HopperKernel
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import MASKS, HeadShape, one, random_disjoint, varlen
@@ -113,7 +113,7 @@ def test_the_longest_splits_come_first():
 
 
 def test_the_kernel_says_that_it_can():
-    assert isinstance(CudaKernel(), EarlyKernel)
+    assert isinstance(HopperKernel(), EarlyKernel)
 
 
 needs_hopper = pytest.mark.skipif(
@@ -156,7 +156,7 @@ def in_steps(steps, arrive):
 )
 @pytest.mark.parametrize("spin_cycles", [0, 20_000, SPIN_CYCLES])
 def test_matches_the_oracle(case, spin_cycles):
-    kernel = CudaKernel()
+    kernel = HopperKernel()
     problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
     cut = case.seqlen_k // 2
     slices = local_and_remote(case.slices(), cut).to("cuda")
@@ -171,7 +171,7 @@ def test_matches_the_oracle(case, spin_cycles):
 @needs_hopper
 def test_deterministic_results_do_not_depend_on_when_remote_keys_come():
     case = replace(one(MaskType.CAUSAL, 4097), heads=HeadShape(16, 2, 128, 128))
-    kernel, problem = CudaKernel(), case.problem(torch.bfloat16, "cuda")
+    kernel, problem = HopperKernel(), case.problem(torch.bfloat16, "cuda")
     inputs, cut = case.inputs(torch.bfloat16, "cuda"), 1500
     slices = local_and_remote(case.slices(), cut).to("cuda")
     plan = kernel.early_plan(slices, problem, cut + 1)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from magi_compile.kernels.sm90 import CudaKernel
+from magi_compile.kernels.sm90 import HopperKernel
 from magi_compile.kernels.sm90.forward.launch import forward as forward_whole
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import Case, HeadShape, one, sliding_window, varlen
@@ -61,7 +61,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def kernel():
-    return CudaKernel()
+    return HopperKernel()
 
 
 def prepared(case, dtype=torch.bfloat16):

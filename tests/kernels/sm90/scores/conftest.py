@@ -14,7 +14,7 @@ def compiled(tmp_path_factory):
 def kernel(request, compiled, monkeypatch):
     """The kernel for Hopper, whose launches run on this CPU;
     a parameter other than 0 gives its threads and copies a random order."""
-    from magi_compile.kernels.sm90.kernel import CudaKernel
+    from magi_compile.kernels.sm90.kernel import HopperKernel
     from tests.kernels.support.on_a_cpu import launching
 
     def launch(function, grid, block, params, stream, options):
@@ -22,4 +22,4 @@ def kernel(request, compiled, monkeypatch):
         function(grid, block, params, NUM_SMS, timing, options.cluster)
 
     with launching(monkeypatch, compiled, NUM_SMS, launch):
-        yield CudaKernel()
+        yield HopperKernel()

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, new_max_scores
-from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS
+from magi_compile.kernels.heuristics import HOPPER_HEAD_DIMS
 from magi_compile.kernels.sm90 import kernel as module
 from magi_compile.score.read import trace_score_program
 from tests.kernels.support.scored_calls import (
@@ -63,14 +63,14 @@ def test_two_thread_blocks_share_a_tile_where_slopes_are_kept(name, kernel):
     check_constants(kernel, name, CAUSAL, head_dim=128)
 
 
-@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_program_is_refused(name, head_dim):
     sizes = (4, 2, head_dim, head_dim, 0.1)
     problem = AttnProblem("cuda", (9, 0), torch.bfloat16, *sizes, has_score=True)
     program, tables = trace_score_program(PROGRAMS[name].make(*PROGRAMS[name].tensors()), CPU)
     dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
-    assert module.CudaKernel().score_refusals(problem, program, dtypes, ranks) == []
+    assert module.HopperKernel().score_refusals(problem, program, dtypes, ranks) == []
 
 
 @pytest.mark.parametrize("mask", [SCATTERED, BY_HEAD], ids=lambda mask: mask.name)

@@ -40,7 +40,7 @@ def check(case, mask_mod, head_dim, dtype, learns=False):
     torch._dynamo.reset()
 
     @torch.compile(
-        backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="cuda")),
+        backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="hopper")),
         fullgraph=True,
     )
     def attend(q, k, v, captures):
@@ -53,7 +53,7 @@ def check(case, mask_mod, head_dim, dtype, learns=False):
 
     ours = results(on_gpu, tensors, captures)
     assert_as_good_as_plain(ours, case.make, tensors, captures, visible)
-    assert lowering_report().lowered[-1].kernel == "cuda"
+    assert lowering_report().lowered[-1].kernel == "hopper"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -107,7 +107,7 @@ def test_gradients_of_many_tiles(head_dim):
     torch._dynamo.reset()
 
     @torch.compile(
-        backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="cuda")),
+        backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="hopper")),
         fullgraph=True,
     )
     def attend(q, k, v, bias):
