@@ -1,4 +1,4 @@
-"""What the values of command-line options must be, and what commands share of their use;
+"""Types of the values of command-line options, and the options that commands share;
 argparse prints the message."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def heads(text: str) -> str:
 
 
 def head_dims(text: str) -> tuple[int, int]:
-    """Of q and k, and of v: 128 for both, or 192:128; 0 for v says that it is the same."""
+    """Reads the head_dim of q and k, and of v: 128 for both, or 192:128; 0 for v says that it is the same."""
     dim, colon, dim_v = text.partition(":")
     return count(dim), count(dim_v) if colon else 0
 
@@ -104,7 +104,7 @@ def add(parser: argparse.ArgumentParser, names: Iterable[str], **defaults: Any) 
 
 
 def settings_of(args: argparse.Namespace, quick: Mapping[str, Any], **more: Any) -> Settings:
-    """What a command is asked for; with `--quick` the values of `quick` hold.
+    """The settings of a command; with `--quick` the values of `quick` hold.
 
     Args:
         args: with what `RUN` has.
@@ -127,7 +127,7 @@ def settings_of(args: argparse.Namespace, quick: Mapping[str, Any], **more: Any)
 
 
 def device_of(asked: str | None) -> str:
-    """What `--device` asks for, by default "cuda" if there is a GPU; raises ValueError if there is none."""
+    """The device of `--device`, by default "cuda" if there is a GPU; raises ValueError if there is none."""
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("`--device cuda` needs a GPU, and PyTorch sees none")

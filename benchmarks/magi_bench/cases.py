@@ -10,7 +10,7 @@ PASSES = ("fwd", "bwd", "fwdbwd")
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. Everything random in it follows from `seed`.
+    """A mask, a length, heads and a pass to measure. Everything random in it follows from `seed`.
 
     Attributes:
         level: the command that measures it; for what kernels take also in other commands "kernel", masks that all heads
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """The head_dim of q and k, and of v."""
         return self.head_dim, self.head_dim_v or self.head_dim
 
     @property

@@ -1,4 +1,4 @@
-"""How contenders are timed: in turns, many calls between two synchronizations of the device, medians over rounds."""
+"""Times contenders in turns, many calls between two synchronizations of the device, medians over rounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ready(NamedTuple):
 
 
 class Ahead:
-    """What calls to come need, made by turn before their time is taken; the turns of everybody are the same."""
+    """The inputs of calls to come, made by turn before their time is taken; the turns of everybody are the same."""
 
     def __init__(self, make: Callable[[int], Any]):
         self.make = make
@@ -53,13 +53,13 @@ class Ahead:
         self._made = [self.make(turn) for turn in itertools.islice(self._turns, calls)][::-1]
 
     def next(self) -> Any:
-        """What the next call needs."""
+        """The inputs of the next call."""
         return self._made.pop()
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often.
+    """The numbers of turns and of calls.
 
     Attributes:
         count: rounds; each contender has one turn in each.
@@ -80,7 +80,7 @@ class Rounds:
 
 
 class Turns(NamedTuple):
-    """What the turns of one contender gave.
+    """The times of the turns of one contender.
 
     Attributes:
         times_ms: of one call, the mean over each turn.
@@ -94,7 +94,7 @@ class Turns(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the GPU and its driver do in one call.
+    """The work of the GPU and its driver in one call.
 
     Attributes:
         kernels: how many run.
@@ -120,7 +120,7 @@ class Alone:
         return number
 
     def all_of(self, thing: Any) -> list[Any]:
-        """What everybody who is timed has there."""
+        """Those of all contenders that are timed."""
         return [thing]
 
     def total(self, x: Tensor) -> Tensor:
@@ -192,7 +192,8 @@ def _turn_ms(ready: Ready, calls: int, device: str, together: Alone) -> float:
 
 
 def work_of(ready: Ready) -> Work:
-    """What a GPU does in one call. CUPTI slows what comes after it, so this comes after everything that is timed."""
+    """Counts the work of a GPU in one call. CUPTI slows what comes after it,
+    so this comes after everything that is timed."""
     from torch.profiler import ProfilerActivity, profile
 
     ready.renew(PROFILED_CALLS)
@@ -208,7 +209,7 @@ def work_of(ready: Ready) -> Work:
 
 
 def _is_kernel(event: object) -> bool:
-    """Whether a profiler's event is a kernel on the GPU: no copy, no fill, no annotation."""
+    """True if a profiler's event is a kernel on the GPU: no copy, no fill, no annotation."""
     if getattr(event, "device_type", None) != torch.autograd.DeviceType.CUDA:
         return False
     is_annotation = getattr(event, "is_user_annotation", False)
@@ -216,6 +217,6 @@ def _is_kernel(event: object) -> bool:
 
 
 def _is_launch(event: object) -> bool:
-    """Whether it is a call of the CUDA runtime or driver that launches a kernel or a graph."""
+    """True if it is a call of the CUDA runtime or driver that launches a kernel or a graph."""
     name = getattr(event, "name", "")
     return name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch"))

@@ -149,8 +149,8 @@ class StepTruth(NamedTuple):
 
 
 def truth_of_step(model: nn.Module, run: Callable[[], Sequence[Tensor]]) -> StepTruth:
-    """What `run` gives with `model` in a dtype of twice the width, which it has afterwards. The error may be twice that
-    of the model in its own dtype, and always as large as `rounding_of_step`."""
+    """The results of `run` with `model` in a dtype of twice the width, which it has afterwards. The error may be twice
+    that of the model in its own dtype, and always as large as `rounding_of_step`."""
     plain, dtype = run(), next(model.parameters()).dtype
     model.to(torch.float64 if dtype == torch.float32 else torch.float32)
     exact, least = run(), rounding_of_step(dtype)

@@ -33,7 +33,7 @@ TIMING_SHARE = 0.9
 
 
 class Suite(ABC):
-    """What a command measures.
+    """The measurement of a command.
 
     Args:
         settings: of the run.
@@ -71,7 +71,7 @@ class Suite(ABC):
 
     @abstractmethod
     def problem(self, case: Case, contender: Contender) -> Any:
-        """What contenders get beside the case: tensors, masks, and the truth."""
+        """The inputs of contenders beside the case: tensors, masks, and the truth."""
 
     @abstractmethod
     def place(self, case: Case) -> Row:
@@ -82,11 +82,11 @@ class Suite(ABC):
         return (case.mask, case.layers, case.which, case.mode)
 
     def rates(self, case: Case, contender: Contender, ms: float) -> Row:
-        """What a pass has beside its time."""
+        """The figures of a pass beside its time."""
         return {}
 
     def facts(self) -> Row:
-        """What the record of the run has beside its provenance."""
+        """The fields of the run's record beside its provenance."""
         return {}
 
     def done(self) -> None:  # noqa: B027
@@ -271,7 +271,7 @@ class Runner:
         return ready
 
     def _lowered(self, contender: Contender, case: Case, decisions: Sequence[Decision]) -> Row:
-        """What `decided` says; of what shares a graph, what it said when that was compiled."""
+        """The outcome by `decided`; for calls that share a graph, that of its compilation."""
         found, key = decided(contender, decisions), (contender.name, case.seqlen)
         if "status" in found and self.suite.shares_graphs:
             self.kept.setdefault(key, found)
@@ -287,7 +287,7 @@ class Runner:
             return {}, failure(error)
 
     def _times(self, case: Case, contender: Contender, turns: Turns, row: Row) -> Row:
-        """What the turns of a contender say of its pass."""
+        """The times of a contender's pass, from its turns."""
         times = summary(turns.times_ms)
         recompiles = turns.recompiles + row.pop("recompiles", 0)
         measured = {**times, "calls": turns.calls, "recompiles": recompiles}
@@ -296,7 +296,7 @@ class Runner:
         return measured | self.suite.rates(case, contender, times["ms"])
 
     def _peak_bytes(self, ready: Ready) -> int | None:
-        """What a call allocates beyond what is there before it, on the rank that allocates most. None on a CPU."""
+        """The bytes that a call allocates beyond those before it, on the rank that allocates most. None on a CPU."""
         if self.settings.device == "cpu":
             return None
         ready.renew(1)
@@ -348,7 +348,7 @@ def where(case: Case) -> str:
 
 
 def decided(contender: Contender, decisions: Sequence[Decision]) -> Row:
-    """What became of the attention of ours, by the lowering's own report; unsupported if FlexAttention runs it."""
+    """The outcome of our attention, by the lowering's own report; unsupported if FlexAttention runs it."""
     if not contender.is_ours or not decisions:
         return {}
     refused = [decision for decision in decisions if not decision.kernel]
@@ -367,7 +367,7 @@ def decided(contender: Contender, decisions: Sequence[Decision]) -> Row:
 
 
 def way_of(decision: Decision) -> str:
-    """Which way the mask takes."""
+    """The path of the mask: slices or bits."""
     ways = {"by bit blocks": "bits", "by intervals, or by bit blocks": "intervals, or bits"}
     for begin, way in ways.items():
         if any(note.startswith(begin) for note in decision.notes):
@@ -399,18 +399,18 @@ def failure(error: Exception) -> Row:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's message."""
+    """The first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else ""
 
 
 def recompiled(row: Row) -> int:
-    """How many graphs were compiled while time was taken."""
+    """The number of graphs compiled while time was taken."""
     return sum(times.get("recompiles") or 0 for times in row.get("passes", {}).values())
 
 
 def fault(row: Row) -> str:
-    """What is wrong with a row, in a line."""
+    """The fault of a row, in a line."""
     what = row.get("reason") or f"{recompiled(row)} graphs compiled while time was taken"
     return f"{where(Case.from_json(row['case']))}, {row['contender']}: {what}"
 

@@ -1,4 +1,4 @@
-"""What a run is asked for, by any command."""
+"""The settings of a run, of any command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from magi_bench.timing import Protocol
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all cases of a run; a command uses what it has an option for, under the same name.
+    """The settings of all cases of a run; a command uses what it has an option for, under the same name.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -86,7 +86,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **more: Any) -> Settings:
-        """What the options of a command say, and `more` in their place."""
+        """Reads the options of a command, and `more` in their place."""
         given = {x.name: getattr(args, x.name) for x in fields(cls) if hasattr(args, x.name)} | more
         if isinstance(getattr(args, "heads", None), str):
             given["nheads_q"], given["nheads_kv"] = map(int, args.heads.split(":"))
@@ -102,7 +102,7 @@ class Settings:
 
     @property
     def dim(self) -> int:
-        """Of a model's residual stream."""
+        """The width of a model's residual stream."""
         return self.nheads_q * self.head_dim
 
     def case(self, level: str, mask: str, seqlen: int, **more: Any) -> Case:
@@ -111,7 +111,7 @@ class Settings:
         return Case(level, mask, *sizes, **{"lengths": self.lengths, "seed": self.seed, **more})
 
     def asked(self) -> dict[str, Any]:
-        """What differs from the defaults, for the record."""
+        """The settings that differ from the defaults, for the record."""
         kept = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "protocol"}
         same = {x.name for x in fields(self) if x.default == kept.get(x.name)}
         return {name: x for name, x in kept.items() if name not in same and name != "rounds"} | {

@@ -1,4 +1,4 @@
-"""How a call is timed: cold L2, median and percentiles, the host's share apart, peak memory."""
+"""Times a call: cold L2, median and percentiles, the host's share apart, peak memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_MS_OF_A_ROUND = 3.0  # of an interleaved run
 
 @dataclass(frozen=True)
 class Protocol:
-    """How long and how often.
+    """The limits of time and of calls.
 
     Attributes:
         budget_ms: about how long the repetitions of one pass may take together.
@@ -146,7 +146,7 @@ def _gpu_times(
 
 
 def _first_call(run: Callable[[], object]) -> dict[str, Any]:
-    """Of one call on an idle GPU: when it returns, how long the GPU still works then, and the memory it takes."""
+    """Times one call on an idle GPU: when it returns, how long the GPU still works then, and the memory it takes."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -35,7 +35,7 @@ def checked_parameters(model: Llama) -> list[Tensor]:
 
 @contextmanager
 def as_it_is(arguments: Any) -> Iterator[Any]:
-    """What is made before a step is what the model takes."""
+    """Returns the mask as it is: the model takes what is made before a step."""
     yield arguments
 
 

@@ -48,7 +48,7 @@ class World(Alone):
         return max(self.all_of(number))
 
     def all_of(self, thing: Any) -> list[Any]:
-        """What every rank has there, in their order; of anything that can be pickled."""
+        """The values of all ranks, in their order; anything that can be pickled."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, thing, self.group)
         return found
@@ -60,7 +60,7 @@ class World(Alone):
 
 
 def is_launched() -> bool:
-    """Whether torchrun has started this process, as one of several."""
+    """True if torchrun has started this process, as one of several."""
     return dist.is_torchelastic_launched()
 
 

@@ -35,7 +35,7 @@ def outside_of_modes() -> Iterator[None]:
 
 
 def _traces() -> bool:
-    """Whether a dispatch mode is there that makes a graph of what is done: that one stays."""
+    """True if a dispatch mode is there that makes a graph of what is done: that one stays."""
     keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
     modes = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
     return any(torch._C._get_dispatch_mode(key) is not None for key in modes)

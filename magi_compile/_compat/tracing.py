@@ -28,7 +28,7 @@ def fake_mode_of(tensor: Tensor) -> Any:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors, real or fake, are views of one memory."""
+    """True if two tensors, real or fake, are views of one memory."""
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 

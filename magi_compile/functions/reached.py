@@ -55,7 +55,7 @@ _FOLLOWED = (types.FunctionType, property, staticmethod, classmethod, functools.
 
 
 class Reached:
-    """What `function` reaches now.
+    """The objects that `function` reaches now.
 
     Args:
         function: any object, called `name`.
@@ -83,7 +83,7 @@ class Reached:
         self._checks += [x.are_same for x in self._named.values()]
 
     def is_unchanged(self) -> bool:
-        """Whether all of it is the same objects as then; False where that cannot be known."""
+        """True if all of it is the same objects as then; False where that cannot be known."""
         if self._is_open or len(self._checks) > _MAX_CHECKS:
             return False
         try:

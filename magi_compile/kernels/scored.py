@@ -1,4 +1,4 @@
-"""Which score programs a kernel runs, beside `base.Kernel`."""
+"""The protocol of kernels that run score programs, beside `base.Kernel`."""
 
 from __future__ import annotations
 

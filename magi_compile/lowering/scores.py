@@ -57,7 +57,7 @@ class Scores:
 
     @property
     def needs(self) -> ScoreNeeds | None:
-        """What a kernel has to run beside a scale and a soft-cap; None where these are all."""
+        """The score program that a kernel has to run beside a scale and a soft-cap; None where these are all."""
         if self.read is None:
             return None
         program, dtypes, ranks = self.read.program, tuple(self.read.dtypes), tuple(self.read.ranks)

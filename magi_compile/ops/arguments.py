@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Numbering(NamedTuple):
-    """How packed rows are numbered, for score programs and for tensors by entries of the batch.
+    """The numbering of packed rows, for score programs and for tensors by entries of the batch.
 
     Attributes:
         batch: number of batch entries.

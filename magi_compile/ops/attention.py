@@ -157,8 +157,9 @@ class _Scored(NamedTuple):
 
     @property
     def needs(self) -> ScoreNeeds:
-        """What a kernel has to run. Under `torch.use_deterministic_algorithms(True)` no kernel of a GPU has gradients
-        of tables, and the backward says so."""
+        """The score program and its gradients that a kernel has to run. Under
+        `torch.use_deterministic_algorithms(True)` no kernel of a GPU has gradients of tables, and the backward says
+        so."""
         dtypes, ranks = tuple(x.dtype for x in self.tables), tuple(x.dim() for x in self.tables)
         has_order = torch.are_deterministic_algorithms_enabled()
         wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in self.tables)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """Which dimension of q, k and v is what, and which one of the log-sum-exp each of them is."""
+    """The meaning of each dimension of q, k and v, and the dimension of the log-sum-exp that it is."""
 
     entries: int | None
     heads: int
@@ -276,7 +276,8 @@ def _of_mesh(x: Any, dim: int) -> str:
 
 
 def _share(x: Any, dim: int) -> tuple[int, int] | None:
-    """Which part of dimension `dim` this rank has, first and number; None where it is not sharded. Parts are equal."""
+    """The part of dimension `dim` that this rank has, first and number; None where it is not sharded.
+    Parts are equal."""
     mesh, first, number, is_sharded = x.device_mesh, 0, x.shape[dim], False
     for i, placement in enumerate(x.placements):
         if _is_shard(placement, dim):

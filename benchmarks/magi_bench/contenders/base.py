@@ -1,4 +1,4 @@
-"""What a contender is: can it be had, can it run a workload, and how."""
+"""The interface of a contender: is it available, which workloads does it run, and its calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Layout(Enum):
-    """How a contender wants `[tokens, heads, head_dim]` to look. Always views: nobody pays for a copy."""
+    """The layout in which a contender takes `[tokens, heads, head_dim]`. Always views: nobody pays for a copy."""
 
     PACKED = "thd"
     BATCHED = "bthd"

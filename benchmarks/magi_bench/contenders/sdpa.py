@@ -74,7 +74,7 @@ class MemoryEfficientSdpa(_Sdpa):
 
 
 class CpuFlashSdpa(_Sdpa):
-    """What PyTorch chooses on a CPU."""
+    """The kernel that PyTorch chooses on a CPU."""
 
     name = "flash-cpu"
     label = "SDPA, flash (CPU)"

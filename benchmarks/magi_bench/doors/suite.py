@@ -153,7 +153,7 @@ class Doors(runner.Suite):
 
     @cached_property
     def model(self) -> nn.Module:
-        """Of transformers."""
+        """The model of transformers."""
         assert self._door is not None
         made: nn.Module = self._door.build(self.settings)
         return made
@@ -212,8 +212,8 @@ def case_of(settings: Settings, framework: str, tokens: int, **more: Any) -> Cas
 
 
 def model_flops(settings: Settings, tokens: int) -> float:
-    """Of forward and backward: 6 for each weight of a matrix and token, 12 for each visible pair, head and its
-    dimension; without what is computed again. The pairs are those of the first pack."""
+    """Counts those of forward and backward: 6 for each weight of a matrix and token, 12 for each visible pair, head and
+    its dimension; without what is computed again. The pairs are those of the first pack."""
     dim, kv_dim = settings.dim, settings.nheads_kv * settings.head_dim
     layer = 2 * dim * dim + 2 * dim * kv_dim + 3 * dim * settings.ffn_dim
     weights = settings.train_layers * layer + dim * settings.vocab

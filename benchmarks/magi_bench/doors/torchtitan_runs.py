@@ -30,7 +30,7 @@ SECONDS = 600  # of a run at most
 
 @dataclass(frozen=True)
 class Run:
-    """What the processes of a run are told.
+    """The arguments of the processes of a run.
 
     Attributes:
         attention: "magi", or what torchtitan calls an `attn_backend`.
@@ -88,7 +88,7 @@ def rows(
 
 
 def records_graphs(attention: str, ranks: int) -> bool:
-    """Whether a step can be a CUDA graph: varlen has none in torchtitan,
+    """True if a step can be a CUDA graph: varlen has none in torchtitan,
     and our context parallelism plans on the host."""
     return attention == "flex" or (attention == "magi" and ranks == 1)
 

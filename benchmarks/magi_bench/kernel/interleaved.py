@@ -59,14 +59,14 @@ def execute(
 
 
 def _is_open(case: Case, names: Sequence[str], finished: set[str]) -> bool:
-    """Whether a contender lacks a row: then all of them are measured, beside each other."""
+    """True if a contender lacks a row: then all of them are measured, beside each other."""
     return not all(rows.row_key(case, name) in finished for name in names)
 
 
 def _measure(
     case: Case, benches: dict[str, Bench], settings: Settings
 ) -> dict[str, dict[str, Any]]:
-    """What becomes of each contender."""
+    """Measures each contender, or records why not."""
     workload = build(case, settings.device)
     inputs = workload.inputs(settings.device)
     outcomes: dict[str, dict[str, Any]] = {}

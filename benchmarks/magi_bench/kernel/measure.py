@@ -51,7 +51,7 @@ class Bench:
         return self._guarded(lambda: self._time(case, passes, protocol))
 
     def is_device_usable(self) -> bool:
-        """Whether CUDA still works in this process; after an illegal access it does not."""
+        """True if CUDA still works in this process; after an illegal access it does not."""
         try:
             self._wait()
         except RuntimeError:

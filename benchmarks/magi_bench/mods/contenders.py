@@ -143,7 +143,7 @@ def _attend_with_new_mask(
 
 
 def _lists_decide(block_mask: BlockMask) -> bool:
-    """Whether blocks are hidden that the mask_mod would show."""
+    """True if blocks are hidden that the mask_mod would show."""
     return block_mask.mask_mod is noop_mask
 
 

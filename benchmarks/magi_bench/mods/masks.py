@@ -206,7 +206,7 @@ def canvas(seqlen: int) -> tuple[int, int]:
 
 
 def _is_near(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seqlen: int) -> Tensor:
-    """Whether pixels lie in the square around others, which is pushed inside at the edges of the canvas."""
+    """True if pixels lie in the square around others, which is pushed inside at the edges of the canvas."""
     margin = KERNEL // 2
     near = [
         (x.clamp(margin, size - 1 - margin) - y).abs() <= margin

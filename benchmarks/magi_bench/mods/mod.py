@@ -1,4 +1,4 @@
-"""What a mod is: a mask_mod or a score_mod as models have them, at any length, and what comes with it."""
+"""A mod: a mask_mod or a score_mod as models have them, at any length, and what comes with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a mod is used. Everything random is the same for equal places.
+    """The sizes and the device that a mod is made for. Everything random is the same for equal places.
 
     Attributes:
         seqlen: queries, and keys.
@@ -92,12 +92,12 @@ class Mod:
 
     @property
     def label(self) -> str:
-        """What it shows or does, in a line."""
+        """Its effect, in a line."""
         return (self.build.__doc__ or "").strip().split("\n")[0]
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a row says of it."""
+        """The fields of a row that describe it."""
         return {"about": self.label, "of": self.kind}
 
     @classmethod

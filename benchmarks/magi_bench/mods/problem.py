@@ -27,7 +27,7 @@ def inputs_of(settings: Settings, tokens: int) -> Inputs:
 
 
 class Leaves(NamedTuple):
-    """What a call takes, with or without gradients, and the gradient of its out; attention's
+    """The tensors of a call, with or without gradients, and the gradient of its out; attention's
     `[1, heads, tokens, head_dim]`.
 
     Attributes:
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of results."""
+        """The names of the results."""
         return (*RESULTS, *(f"gradient of {name}" for name in self.made.learned))
 
     @cached_property
@@ -157,6 +157,6 @@ class Problem:
 
 
 def results_of(out: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """What a call returned, in the order of `Problem.names`, as `Problem.exact` has it."""
+    """The results of a call, in the order of `Problem.names`, as `Problem.exact` has it."""
     packed = [Layout.HEADS_FIRST.to_packed(x.detach()) for x in (out, *gradients[:3])]
     return [*packed, *gradients[3:]]

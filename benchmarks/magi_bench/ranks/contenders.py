@@ -102,7 +102,7 @@ class Magi(RanksContender):
 
 
 class MagiWaits(Magi):
-    """What beginning early gives, in which `magi` has it."""
+    """Without the early start, which `magi` has: the difference is its gain."""
 
     name = "magi-waits"
     label = "the same, waiting for remote keys"
@@ -111,7 +111,7 @@ class MagiWaits(Magi):
 
 
 class MagiOneStage(Magi):
-    """What a stage of remote keys gives, in which `magi` may have it."""
+    """With one stage of remote keys, of which `magi` may have more: the difference is their gain."""
 
     name = "magi-one-stage"
     label = "the same, local keys and then remote ones"
@@ -161,7 +161,7 @@ class TorchContextParallel(RanksContender):
         return Spread(positions, attend, (others * row, others * row), "shapes")
 
     def load_balancer(self, problem: Problem, block_mask: BlockMask) -> Any:
-        """What places the tokens; None leaves them in the order of the sequence."""
+        """The load balancer that places the tokens; None leaves them in the order of the sequence."""
         return None
 
 
@@ -338,7 +338,7 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
 
 
 def positions_by(balancer: Any, problem: Problem) -> Tensor:
-    """Which tokens this rank has: its part of the permutation of one of PyTorch's load balancers,
+    """The tokens of this rank: its part of the permutation of one of PyTorch's load balancers,
     or of the sequence."""
     world = problem.world
     order = torch.arange(problem.total, device=world.device)
@@ -353,6 +353,6 @@ def flex_refusals(problem: Problem, case: Case) -> list[str]:
 
 
 def bytes_of_keys(problem: Problem) -> int:
-    """Of the key and the value of a token, or of their gradients."""
+    """The bytes of the key and the value of a token, or of their gradients."""
     settings = problem.settings
     return 2 * settings.nheads_kv * settings.head_dim * getattr(torch, settings.dtype).itemsize

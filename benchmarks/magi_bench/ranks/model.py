@@ -37,7 +37,7 @@ MODEL = "model"
 
 
 class Spread(NamedTuple):
-    """What a rank has of a batch: `[1, S / ranks]` tokens and targets, a mask for FlexAttention,
+    """A rank's part of a batch: `[1, S / ranks]` tokens and targets, a mask for FlexAttention,
     positions of the tokens."""
 
     tokens: Tensor

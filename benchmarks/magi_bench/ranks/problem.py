@@ -53,11 +53,11 @@ class Problem:
 
     @cached_property
     def inputs(self) -> Inputs:
-        """Of the whole sequence, on every rank."""
+        """The tensors of the whole sequence, on every rank."""
         return self.workload.inputs(str(self.world.device))
 
     def flops(self, which: str) -> float:
-        """Of a rank, the mean."""
+        """The mean over ranks."""
         flops = self.workload.flops(which)
         return flops * self.tokens / self.total
 
@@ -90,7 +90,7 @@ class Problem:
 
     @property
     def _heads(self) -> tuple[list[int], list[int]]:
-        """Of queries and of keys, whose results are checked."""
+        """The heads of queries and of keys whose results are checked."""
         group = self.settings.nheads_q // self.settings.nheads_kv
         of_keys = sorted({0, self.settings.nheads_kv - 1})
         return [x * group + i for x in of_keys for i in range(group)], of_keys

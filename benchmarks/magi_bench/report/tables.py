@@ -1,4 +1,4 @@
-"""What a report says: rows sorted into groups of the same heads, and the tables made of them."""
+"""The tables of a report: rows sorted into groups of the same heads, and the tables made of them."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def label(name: str) -> str:
 
 
 def label_of(row: Row) -> str:
-    """Of the contender, as the row has it or, in files of before, as it is called today."""
+    """The label of the contender, as the row has it or, in files of before, as it is called today."""
     return row["label"] if "label" in row else label(row["contender"])
 
 
 def is_of_kernels(row: Row) -> bool:
-    """Whether a row is of `kernel` or `sparse`, which have tables and charts of their own; others have `sections`."""
+    """True if a row is of `kernel` or `sparse`, which have tables and charts of their own; others have `sections`."""
     return row["case"]["level"] in ("kernel", "sparse")
 
 
@@ -304,7 +304,7 @@ def _section(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def what_of(row: Row) -> str:
-    """What is called, in a report."""
+    """The call that a row measures, in words."""
     return str(row.get("what", case_of(row).mask_label))
 
 
@@ -313,7 +313,7 @@ def _field(row: Row, name: str) -> Any:
 
 
 def _milliseconds(row: Row) -> str:
-    """Of a call; else what became of the contender."""
+    """The milliseconds of a call, or why there are none."""
     if "passes" not in row:
         return str(row["status"])
     (times,) = row["passes"].values()
@@ -321,7 +321,7 @@ def _milliseconds(row: Row) -> str:
 
 
 def coverage(rows: Iterable[Row]) -> list[Section]:
-    """What every mod is, how each of ours runs it, and why so; nothing where there are no mods."""
+    """Describes every mod, and how and why each of ours runs it; nothing where there are no mods."""
     by_mod: dict[str, list[Row]] = {}
     for row in rows:
         by_mod.setdefault(what_of(row), []).append(row)
@@ -343,7 +343,7 @@ def coverage(rows: Iterable[Row]) -> list[Section]:
 
 
 def _way(row: Row) -> str:
-    """How one of ours ran it, or what became of that."""
+    """The path that one of ours took, or why it took none."""
     if row["status"] != "ok" or "way" not in row:
         return str(row["status"])
     score = ", score program" if row["score"] else ""
@@ -389,12 +389,12 @@ def title(results: Results) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """What the runs say of their numbers."""
+    """The notes of the runs."""
     return list(dict.fromkeys(run["notes"] for run in results.runs.values() if run.get("notes")))
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
-    """What the runs have in common: machine, software and protocol; where they differ, all of it."""
+    """The facts that the runs share: machine, software and protocol; where they differ, all of it."""
     runs = list(_runs_with_rows(results).values())
     software: dict[str, list[Any]] = defaultdict(list)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Where numbers come from: the machine, its software and the command, for the record of every run."""
+"""The provenance of numbers: the machine, its software and the command, for the record of every run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def describe(device: str, command: list[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of those packages of `PEERS` that are installed."""
+    """The versions of those packages of `PEERS` that are installed."""
     found = {}
     for name in PEERS:
         try:
@@ -58,7 +58,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str) -> str:
-    """What the GPU or the processor calls itself."""
+    """The name that the GPU or the processor reports."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     for line in _read(Path("/proc/cpuinfo")).splitlines():
@@ -89,7 +89,7 @@ def _nvidia_smi(query: str) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that magi_compile lies in, "+" behind it if files differ."""
+    """The commit of the checkout that magi_compile lies in, "+" behind it if files differ."""
     root = Path(magi_compile.__file__).parents[1]
     try:
         head, status = (
@@ -109,7 +109,7 @@ def _commit() -> str:
 
 
 def _source_hash() -> str:
-    """Of the package's code and its CUDA sources: what ran, whatever version control says."""
+    """Hashes the package's code and its CUDA sources: what ran, whatever version control says."""
     package = Path(magi_compile.__file__).parent
     sources = package / "csrc" if (package / "csrc").exists() else package.parent / "csrc"
     files = {

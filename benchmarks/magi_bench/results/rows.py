@@ -25,7 +25,7 @@ RETRIED = frozenset({"wrong", "error", "crash", "timeout"})
 
 @dataclass
 class Results:
-    """What result files hold. Of two rows with one key the later counts.
+    """The contents of result files. Of two rows with one key the later counts.
 
     Attributes:
         runs: the provenance of every run, by its id.
@@ -47,7 +47,7 @@ class Results:
         return [key for key in self.planned if key not in self.rows]
 
     def only(self, contenders: Collection[str]) -> Results:
-        """What concerns these contenders."""
+        """The rows of these contenders."""
         rows = {k: row for k, row in self.rows.items() if row["contender"] in contenders}
         planned = [key for key in self.planned if key.rsplit("/", 1)[1] in contenders]
         return Results(self.runs, rows, dict.fromkeys(planned))
@@ -135,7 +135,7 @@ class Ledger:
 
     @classmethod
     def fresh(cls, output: Path | None) -> Ledger:
-        """Of `output` with .jsonl behind it, where nothing of an earlier run is left."""
+        """The path `output` with .jsonl behind it, where nothing of an earlier run is left."""
         path = output and Path(f"{output}.jsonl")
         if path:
             path.unlink(missing_ok=True)

@@ -72,7 +72,7 @@ class Problem:
         return self.workload(layer).inputs(self.settings.device)
 
     def lengths(self, turn: int) -> list[int]:
-        """Of the documents of a turn."""
+        """The lengths of the documents of a turn."""
         return lengths.sample(SAMPLER, self.tokens, self.settings.seed + turn)
 
     def document(self, turn: int) -> Tensor:

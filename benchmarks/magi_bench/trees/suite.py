@@ -44,7 +44,7 @@ NOTES = (
 
 
 class Problem:
-    """What all trees are asked for, and what the first of them answered."""
+    """The calls of all trees, and the results of the first."""
 
     def __init__(self, case: Case, device: str):
         slices = build(case).slices

@@ -50,7 +50,7 @@ class Call:
         return [flex_flash_attention(*self.qkv, self.slices).out]
 
     def milliseconds(self, calls: int) -> float:
-        """Of a call: on a GPU behind a spinning kernel, so that the host takes no part in it."""
+        """The milliseconds of a call: on a GPU behind a spinning kernel, so that the host takes no part in it."""
         self()
         if self.dout.device.type == "cpu":
             begin = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What is measured: masks, lengths, models, and the grids of cases made of them."""
+"""Masks, lengths, models, and the grids of cases made of them."""

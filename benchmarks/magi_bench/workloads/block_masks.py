@@ -49,7 +49,7 @@ class BlockMap:
         return mask_mod
 
     def to_dense(self, device: torch.device | str) -> Tensor:
-        """Of all query heads: bool `[nheads_q, seqlen, seqlen]`."""
+        """The mask of all query heads: bool `[nheads_q, seqlen, seqlen]`."""
         q_block, k_block = self._block_of_token(device)
         heads = self.visible.to(device).repeat_interleave(self.group, 0)
         return heads[:, q_block][:, :, k_block]
@@ -62,12 +62,12 @@ class BlockMap:
         return q_block, k_block
 
     def head_slices(self, kv_head: int) -> AttnSlices:
-        """Of one head: `[seqlen, seqlen]`."""
+        """The slices of one head: `[seqlen, seqlen]`."""
         _, q_ranges, k_ranges = self._runs(self.visible[kv_head : kv_head + 1])
         return _full_slices(q_ranges, k_ranges, self.seqlen, self.seqlen)
 
     def stacked_slices(self) -> AttnSlices:
-        """Of all heads: the rows and the keys of head h start at `h * seqlen`."""
+        """The slices of all heads: the rows and the keys of head h start at `h * seqlen`."""
         head, q_ranges, k_ranges = self._runs(self.visible)
         num_kv, seqlen = len(self.visible), self.seqlen
         rows = [
@@ -125,7 +125,7 @@ def _variable_sizes(seqlen: int, mean: int, rng: random.Random) -> list[int]:
 
 
 def _overlaps(sizes: list[int], block: int) -> Tensor:
-    """How many tokens each tile of `block` tokens shares with each block: fp64 `[tiles, blocks]`."""
+    """The number of tokens that each tile of `block` tokens shares with each block: fp64 `[tiles, blocks]`."""
     ends = torch.tensor(sizes).cumsum(0)
     tile = torch.arange(-(-sum(sizes) // block))[:, None] * block
     shared = torch.minimum(ends, tile + block) - torch.maximum(ends - torch.tensor(sizes), tile)

@@ -1,4 +1,4 @@
-"""What other attention functions take in place of slices, derived from them: intervals, documents, windows, blocks."""
+"""Derives the masks of other attention functions from slices: intervals, documents, windows, blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def row_intervals(slices: AttnSlices) -> Tensor:
 
 
 def _merged(rects: Rects, num_rows: int, num_columns: int) -> Tensor:
-    """What the rows of trimmed rects see, as the functions above return it."""
+    """The keys that the rows of trimmed rects see, as the functions above return them."""
     row, begin, end = rects.by_row()
     if not len(row):
         return torch.zeros(1, 2, num_rows, dtype=torch.int64)
@@ -129,7 +129,7 @@ def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cp
 
 
 def block_lists(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """Which blocks every row of blocks lists: their number, and their indices before those of the others.
+    """The blocks that every row of blocks lists: their number, and their indices before those of the others.
 
     Args:
         listed: bool `[..., q blocks, k blocks]`.

@@ -1,4 +1,4 @@
-"""How long the documents of a sequence are: length tables of public corpora and the samplers of two benchmarks.
+"""The lengths of documents: length tables of public corpora and the samplers of two benchmarks.
 
 A table is a histogram of document lengths; the tables are in `length_tables/`. "seeds" is that of MagiAttention's
 kernel benchmark, the others are those of LongCA-bench (arXiv 2510.17896).

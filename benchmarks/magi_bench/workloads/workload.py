@@ -73,7 +73,7 @@ class Workload:
 
     @cached_property
     def mask_hash(self) -> str:
-        """Of the slices: equal masks of two runs have equal hashes."""
+        """Hashes the slices: equal masks of two runs have equal hashes."""
         digest = hashlib.sha256()
         for part in (self.slices.q_ranges, self.slices.k_ranges, self.slices.mask_types):
             part = part.contiguous()
@@ -81,7 +81,7 @@ class Workload:
         return digest.hexdigest()[:12]
 
     def head_slices(self, kv_head: int) -> AttnSlices:
-        """What a row of a query head of `kv_head` sees: `[seqlen, seqlen]`."""
+        """The slices of a query head of `kv_head`: `[seqlen, seqlen]`."""
         return self.block_map.head_slices(kv_head) if self.block_map else self.slices
 
     def inputs(self, device: str) -> Inputs:

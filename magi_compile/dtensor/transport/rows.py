@@ -64,7 +64,7 @@ def widths(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Sums:
-    """Which rows add up to which home row, in which order: one of the rank itself, then those of others by rank.
+    """The rows that add up to each home row, in order: one of the rank itself, then those of others by rank.
 
     Args:
         rows: int32 `[num]`, the home row of each row that arrives, where these come in the order of ranks.

@@ -192,7 +192,7 @@ def _candidates(grid: Grid, listed: Listed | None, device: torch.device) -> Iter
 
 
 def _are_listed(grid: Grid, listed: Listed) -> Tensor:
-    """Which blocks have a part in any list, bool `[num_blocks]`."""
+    """The blocks that have a part in any list, bool `[num_blocks]`."""
     is_listed = (listed.partial | listed.full)[:, : grid.heads.q]
     is_listed = is_listed.expand(grid.batch, grid.heads.q, -1, -1)
     is_candidate = torch.zeros(grid.num_blocks, dtype=torch.bool, device="cpu")

@@ -73,7 +73,7 @@ class BlockLists(NamedTuple):
                 )
 
     def grids(self, num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
-        """Which blocks are listed as partial and as full: bool `[batch, nheads, num_q, num_k]`. What is listed out
+        """The blocks that are listed as partial and as full: bool `[batch, nheads, num_q, num_k]`. What is listed out
         of that range is left out."""
         self.check_lengths(num_q)
         partial, *full = (_grid(kind, num_q, num_k) for kind in self.kinds)

@@ -162,7 +162,7 @@ def _tensors_of(arguments: Sequence[Any]) -> list[Tensor | None]:
 def _results(
     results: Sequence[Tensor], done: calls.LaunchedCall
 ) -> tuple[list[int], list[calls.Buffer]] | None:
-    """Which of the buffers made each result is, and these buffers, shaped as the results are, with those of results
+    """The number of the buffer that each result is, and these buffers, shaped as the results are, with those of results
     without elements behind them; None if a result is another tensor."""
     where = {_place(x): i for i, x in enumerate(done.made) if x.numel()}
     numbers, buffers = [], list(done.call.made)
@@ -185,8 +185,8 @@ def _results(
 def _places(
     tensors: Sequence[Tensor | None], among: Sequence[Tensor | None]
 ) -> list[tuple[int, int]] | None:
-    """Which of others each of `tensors` is, or is a part of, and where it begins there, in bytes; (-1, 0) for None.
-    None if one is not among them, or if which one it is cannot be told."""
+    """For each of `tensors`, the number of the tensor that it is a part of, and where it begins there, in bytes; (-1,
+    0) for None. None if one is not among them, or if which one it is cannot be told."""
     where = {id(x): i for i, x in enumerate(among) if x is not None}
     begins, memories = _numbers(among, _place), _numbers(among, lambda x: _place(x)[0])
     places = []
