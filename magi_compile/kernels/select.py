@@ -31,12 +31,12 @@ ONLY_IF_FORCED = frozenset({"reference", "fa4"})
 
 # Why a kernel is not chosen for bit blocks or score programs by a user who did not ask for it by name.
 SLOWER_WITH_BITS = {
-    "triton": "runs bit blocks only where kernel 'triton' is asked for by name: on an H100 it has 0.2 "
-    "to 0.55 times FlexAttention's speed"
+    "triton": "runs bit blocks only where kernel 'triton' is asked for by name: it is slower than "
+    "FlexAttention with them"
 }
 SLOWER_WITH_SCORES = {
-    "triton": "runs score_mods only where kernel 'triton' is asked for by name: on an H100 it has 0.5 "
-    "times FlexAttention's speed"
+    "triton": "runs score_mods only where kernel 'triton' is asked for by name: it is slower than "
+    "FlexAttention with them"
 }
 
 
