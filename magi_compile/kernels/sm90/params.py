@@ -33,25 +33,32 @@ FORWARD = Struct(
     | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG}
     | _addresses("max_scores"),
 )
-BITS_FORWARD = Struct("forward::BitsForwardParams", _addresses("bits"), base=FORWARD)
 SEQUENCES = Struct("Sequences", _ints("length", "heads"))
 
 
 def _score_params(num_words: int) -> dict[str, object]:
-    """The fields behind the parameters of a kernel with a score program; words of 8 bytes, some of them addresses."""
+    """The fields of a score program; words of 8 bytes, some of them addresses."""
     score = Struct(
         f"ScoreParams<{num_words}>",
         {"queries": SEQUENCES, "keys": SEQUENCES, "words": (ADDRESS, num_words)},
     )
-    return {"bits": ADDRESS, "score": score}
+    return {"score": score}
 
 
 @cache
-def scored_forward_params(num_words: int) -> Struct:
-    """The parameters of the forward kernel with a score program."""
-    return Struct(
-        f"forward::ScoredForwardParams<{num_words}>", _score_params(num_words), base=FORWARD
-    )
+def params_of(base: Struct, has_bits: bool = False, num_words: int | None = None) -> Struct:
+    """The parameters of a main kernel of attention.
+
+    Args:
+        base: `FORWARD` or `BACKWARD`, the fields of every such kernel.
+        has_bits: whether it reads bit blocks.
+        num_words: those of its score program, which reads bit blocks as well; None without one.
+    """
+    room, _, name = base.name.partition("::")
+    if num_words is not None:
+        fields = _addresses("bits") | _score_params(num_words)
+        return Struct(f"{room}::Scored{name}<{num_words}>", fields, base=base)
+    return Struct(f"{room}::Bits{name}", _addresses("bits"), base=base) if has_bits else base
 
 
 EARLY_FORWARD = Struct(
@@ -118,17 +125,6 @@ BACKWARD = Struct(
     | {"qhead_per_kvhead": INT, "scale_log2": FLOAT, "cap_scale": FLOAT}
     | {"tiles": ADDRESS, "agenda": AGENDA},
 )
-BITS_BACKWARD = Struct("backward::BitsBackwardParams", _addresses("bits"), base=BACKWARD)
-
-
-@cache
-def scored_backward_params(num_words: int) -> Struct:
-    """The parameters of the main kernel with a score program."""
-    return Struct(
-        f"backward::ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD
-    )
-
-
 PREPROCESS = Struct(
     "backward::PreprocessParams",
     _addresses("out", "dout", "lse", "dlse", "stats")

@@ -35,12 +35,12 @@ MASK_MOD = bits_source(mask_graph(_MASK_MOD, [torch.arange(9)], torch.device("cp
 SOURCES = [
     (params.FORWARD, FORWARD),
     (params.EARLY_FORWARD, FORWARD),
-    (params.BITS_FORWARD, FORWARD),
+    (params.params_of(params.FORWARD, has_bits=True), FORWARD),
     (params.MERGE, split_kv.merge_variant(128, torch.bfloat16)),
     (params.SPLIT_TILES, split_kv.split_variant()),
     (params.TILE_PLAN, planner.planner_variant()),
     (params.BACKWARD, BACKWARD),
-    (params.BITS_BACKWARD, BACKWARD),
+    (params.params_of(params.BACKWARD, has_bits=True), BACKWARD),
     (params.PREPROCESS, backward.backward_variants(PROBLEM)[0]),
     (params.POSTPROCESS, backward.backward_variants(PROBLEM)[2]),
     (

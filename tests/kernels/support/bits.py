@@ -4,10 +4,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from magi_compile.masks.evaluation.bit_blocks import Grid, HeadShape, slices_with_bits
+from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
 from magi_compile.masks.slices import AttnSlices, MaskType
-from magi_compile.testing.cases import MASKS, Case, varlen
-from magi_compile.testing.cases import HeadShape as HeadSizes
+from magi_compile.testing.cases import MASKS, Case, HeadShape, varlen
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
 
 MASK = {case.name: case for case in MASKS}
@@ -20,14 +19,14 @@ def shown(b, h, q, kv):
 
 def bit_slices(batch, seqlen_q, seqlen_k, device="cpu"):
     device = torch.device(device)
-    slices = slices_with_bits(shown, Grid(batch, HeadShape(), seqlen_q, seqlen_k), None, device)
+    slices = slices_with_bits(shown, Grid(batch, Heads(), seqlen_q, seqlen_k), None, device)
     assert (slices.mask_types > 3).any()
     return slices
 
 
 def check_bits(kernel, dtype, device, heads=None, softcap=0.0):
     """Values and gradients of one batch entry, and of three that share tiles, against the oracle."""
-    heads = heads or HeadSizes(2, 1, 16, 16)
+    heads = heads or HeadShape(2, 1, 16, 16)
     case = replace(MASK["causal_129x129"], heads=heads, softcap=softcap)
     total = case.slices().seqlen_q
     assert total == 129
@@ -60,7 +59,7 @@ class BitCase(Case):
     def slices(self, device="cpu"):
         batch, masks, seqlen_q, seqlen_k = self.table.shape
         table = self.table.to(device)
-        grid = Grid(batch, HeadShape(masks, masks), seqlen_q, seqlen_k)
+        grid = Grid(batch, Heads(masks, masks), seqlen_q, seqlen_k)
         found = slices_with_bits(
             lambda b, h, q, kv: table[b, h, q, kv], grid, None, torch.device(device)
         )

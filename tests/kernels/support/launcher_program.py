@@ -21,14 +21,14 @@ from magi_compile.kernels.sm90.kernel import HopperKernel
 from magi_compile.kernels.sm90.masks.mask_bits import mask_bits_on_device
 from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
 from magi_compile.kernels.sm90.params import (
-    BITS_BACKWARD,
-    BITS_FORWARD,
+    BACKWARD,
     BLOCK_LISTS,
     FORWARD,
     MASK_SLICES,
     TILE_PLAN,
     mask_mod_params,
     mask_program_params,
+    params_of,
 )
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import native
@@ -262,8 +262,11 @@ def bit_blocks(setup: Setup) -> None:
         launched, again = setup.in_python(), setup.repeated()
         assert (bool(launched), bool(again)) == (not repeats, repeats)
         forward, _, backward, _ = (params for *_, params in launched or again)
-        for layout, params in ((BITS_FORWARD, forward), (BITS_BACKWARD, backward)):
-            assert idle_driver.fields(layout, params)["bits"] == bits.data_ptr()
+        for base, params in ((FORWARD, forward), (BACKWARD, backward)):
+            assert (
+                idle_driver.fields(params_of(base, has_bits=True), params)["bits"]
+                == bits.data_ptr()
+            )
     # Intervals alone take other kernels.
     torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan_of(AttnSlices.full(ROWS)), *rest[2:])
     assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)

@@ -29,10 +29,9 @@ from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS, STATS_BY
 from magi_compile.kernels.sm90.forward.launch import given_score, scale_fields
 from magi_compile.kernels.sm90.params import (
     BACKWARD,
-    BITS_BACKWARD,
     POSTPROCESS,
     PREPROCESS,
-    scored_backward_params,
+    params_of,
 )
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch, addresses_of, allocate
 from magi_compile.kernels.sm90.runtime.driver import (
@@ -230,13 +229,15 @@ class _Pass:
         of_dk, of_dv = (_contiguous(layout) for layout in keys)
         dtype, cols = problem.dtype, config.block_cols
         rows = config.tile_rows // config.num_ctas
-        struct = BACKWARD
+        score = shape.score
+        struct = params_of(
+            BACKWARD, problem.has_bits, None if score is None else len(score.words) + 1
+        )
         fields: dict[str, Any] = {}
-        if problem.has_bits or shape.score is not None:
-            struct, fields = BITS_BACKWARD, {"bits": Pointer(_BITS) if problem.has_bits else None}
-        if shape.score is not None:
-            struct = scored_backward_params(len(shape.score.words) + 1)
-            fields["score"] = shape.score.fields
+        if problem.has_bits or score is not None:
+            fields["bits"] = Pointer(_BITS) if problem.has_bits else None
+        if score is not None:
+            fields["score"] = score.fields
         params = struct.pack(
             **fields,
             q=rows_map(Pointer(_Q), *of_q, dtype, cols),

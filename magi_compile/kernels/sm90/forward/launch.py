@@ -17,7 +17,7 @@ from magi_compile.kernels.heuristics import (
     is_between_hopper_head_dims,
 )
 from magi_compile.kernels.merge import merge_prior
-from magi_compile.kernels.sm90.params import BITS_FORWARD, FORWARD, scored_forward_params
+from magi_compile.kernels.sm90.params import FORWARD, params_of
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import (
     Layout,
@@ -249,11 +249,10 @@ def forward_launch(
         "tiles": fields.pop("tiles"),
         "ticket": Pointer(ticket) if has_ticket else None,
     }
-    struct = BITS_FORWARD if problem.has_bits else FORWARD
+    struct = params_of(FORWARD, problem.has_bits, None if score is None else len(score.words) + 1)
     if problem.has_bits or score is not None:
         fields["bits"] = Pointer(BITS) if problem.has_bits else None
     if score is not None:
-        struct = scored_forward_params(len(score.words) + 1)
         fields["score"] = score.fields
     params = struct.pack(
         **forward_fields((*layouts, None, None), problem, config, out), schedule=schedule, **fields
