@@ -25,9 +25,7 @@ MASKS = [
     *("arguments", "bits", "errors", "geometry", "normal_form", "slices"),
     *("expr", "solver", "program", "evaluation", "library", "picture", "block_mask"),
 ]
-# Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import;
-# nobody imports the others.
-ASIDE = {"testing"}
+# Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import.
 
 
 @cache
@@ -59,7 +57,7 @@ def test_imports_only_from_the_left():
         for name in imported_modules(path):
             layer = name.split(".")[1] if "." in name else ""
             is_right = layer in LAYERS and LAYERS.index(layer) > own
-            offenders += [f"{path} imports {name}"] if is_right or layer in ASIDE else []
+            offenders += [f"{path} imports {name}"] if is_right else []
     assert offenders == []
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.kernels.base import Grads, Saved
-from magi_compile.kernels.reference import exact_backward, exact_forward
+from magi_compile.kernels.reference import exact_backward, exact_forward, plain_attention
 from magi_compile.kernels.select import problem_on
-from magi_compile.testing.numerics import plain_attention
 
 RESULTS = ("out", "dq", "dk", "dv")
 #: What a step returns: the loss, and gradients of attention's own weights, where a wrong mask shows most.

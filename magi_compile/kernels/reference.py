@@ -10,7 +10,9 @@ One key-value head at a time, so memory is O(qhead_per_kvhead * seqlen_q * seqle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,16 @@ from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan import Plan
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall
+
+
+class AttentionResults(NamedTuple):
+    """Forward and backward of one attention."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 def exact_forward(
@@ -102,6 +114,37 @@ def exact_backward(
         dk[:, kv_head] = torch.einsum("gqk,qgd->kd", dscores, q[:, q_heads].double())
         dv[:, kv_head] = torch.einsum("gqk,qgd->kd", p, dout_heads)
     return BackwardOutput(dq, dk, dv)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    slices: AttnSlices,
+    problem: AttnProblem,
+) -> AttentionResults:
+    """Attention in a few operations of PyTorch and its autograd, in the dtype of `q`: the error that this dtype has
+    anyway, by which tests and benchmarks judge that of a kernel. Arguments as those of `exact_forward` and
+    `exact_backward`."""
+    visible = slices.to_dense()
+    sees_something = visible.any(-1)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    group = problem.qhead_per_kvhead
+    k_heads, v_heads = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k_heads) * problem.softmax_scale
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    # Rows that see nothing get finite scores here and zeros below: a softmax over -inf alone has no gradient.
+    scores = scores.masked_fill(~visible & sees_something[:, None], -math.inf)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    lse = torch.logsumexp(scores.to(wide), -1).masked_fill(~sees_something, -math.inf)
+    p = torch.softmax(scores, -1).masked_fill(~sees_something[:, None], 0.0)
+    out = torch.einsum("hqk,khd->qhd", p, v_heads)
+    dlse = dlse.masked_fill(~sees_something, 0.0)
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    return AttentionResults(out.detach(), lse.detach(), dq, dk, dv)
 
 
 class ReferenceKernel:

@@ -9,8 +9,8 @@ from magi_bench.simulate import lower_bound, simulate, ulysses_rows_of
 from magi_compile.dtensor.planning.chunks import ChunkTable, rank_loads
 from magi_compile.dtensor.planning.dispatch import dispatch
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import random_disjoint, varlen
 from tests.dtensor.planning.test_dispatch import every_assignment
+from tests.support.cases import random_disjoint, varlen
 from tests.support.pairwise import pairwise
 
 SMALL = [

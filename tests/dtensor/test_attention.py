@@ -19,10 +19,10 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_ahead,
 )
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import HEADS, HeadShape
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks, shard
 from tests.dtensor.support.masks import SQUARE
 from tests.dtensor.support.ranks import Ranks
+from tests.support.cases import HEADS, HeadShape
 from tests.support.pairwise import pairwise
 
 SHORT = datetime.timedelta(seconds=3)

@@ -16,11 +16,11 @@ from magi_compile.kernels import select as kernels
 from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.select import problem_of
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import HeadShape
-from magi_compile.testing.poison import poisoned_empty
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
+from tests.support.cases import HeadShape
 from tests.support.deterministic import deterministic_algorithms
+from tests.support.poison import poisoned_empty
 from tests.support.waits import no_waits
 
 pytestmark = [

@@ -15,10 +15,10 @@ from magi_compile.dtensor.transport.all_to_all import AllToAll
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of
-from magi_compile.testing.cases import HeadShape
 from tests.dtensor.support import phases_on_cpus
 from tests.dtensor.support.across_ranks import run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
+from tests.support.cases import HeadShape
 
 HEADS = HeadShape(4, 2, 16, 16)
 

@@ -21,7 +21,6 @@ from magi_compile.dtensor import (
     context_parallel_unshard,
     plan,
 )
-from magi_compile.testing.cases import FULL, Case, HeadShape, one, random_disjoint
 from tests.dtensor import transformer
 from tests.dtensor.support.across_ranks import run_on_ranks
 from tests.dtensor.test_backward import phased, run_in_phases
@@ -29,6 +28,7 @@ from tests.dtensor.test_forward import OPTIONS as EARLY
 from tests.dtensor.test_forward import run_early
 from tests.dtensor.test_packing_with_context_parallel import OPTIONS, check, graphs, mesh_of
 from tests.dtensor.transformer import labels_of
+from tests.support.cases import FULL, Case, HeadShape, one, random_disjoint
 
 DIM, HEAD_DIM, VOCABULARY = transformer.DIM, transformer.HEAD_DIM, transformer.VOCABULARY
 

@@ -13,10 +13,10 @@ from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan
 from magi_compile.dtensor.transport.all_to_all import SMS
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of
-from magi_compile.testing.cases import HeadShape
 from tests.dtensor.support import early_on_cpus
 from tests.dtensor.support.across_ranks import run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
+from tests.support.cases import HeadShape
 
 OPTIONS = ContextParallelOptions(chunk_size=16, degree=0, backward_degree=1)
 

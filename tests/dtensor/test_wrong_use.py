@@ -24,8 +24,8 @@ from magi_compile.dtensor import (
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import HeadShape, varlen
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
+from tests.support.cases import HeadShape, varlen
 
 causal = AttnSlices.causal
 CAUSAL = causal(96)

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from magi_compile.testing.poison import poisoned_empty
+from tests.support.poison import poisoned_empty
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import torch
 from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.merge import merge_partials, merge_prior, sum_partials
 from magi_compile.kernels.select import load
-from magi_compile.testing.cases import random_disjoint
 from tests.kernels.support.partials import SHAPES, check_merge, check_sum
 from tests.kernels.support.prior import check_prior
+from tests.support.cases import random_disjoint
 
 INF = torch.inf
 

@@ -12,8 +12,8 @@ from magi_compile.kernels.reference import (
     exact_forward,
 )
 from magi_compile.masks.slices import MaskType
-from magi_compile.testing.cases import CASES, MASKS, Case, one
-from magi_compile.testing.numerics import assert_attention_close, plain_attention, run_kernel
+from tests.support.cases import CASES, MASKS, Case, one
+from tests.support.numerics import assert_attention_close, plain_attention, run_kernel
 
 SMALL = [case for case in CASES if case.seqlen_q * case.seqlen_k <= 520 * 520]
 SPLIT = next(case for case in MASKS if case.name == "random_257x391_seed0")

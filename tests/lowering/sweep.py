@@ -3,7 +3,7 @@
     python -m tests.lowering.sweep --device cuda --count 600 --output sweep.json
 
 Every head dimension with every soft-cap, dtype, group of heads, gradient of lse, batch and kind of mask: all of them,
-or as many as asked for, drawn at random. The tolerance is that of `magi_compile/testing/numerics.py`.
+or as many as asked for, drawn at random. The tolerance is that of `tests/support/numerics.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.report import REPORT
 from magi_compile.masks import library, slices_from_block_mask
-from magi_compile.testing.cases import AttentionInputs
-from magi_compile.testing.numerics import assert_attention_close
+from tests.support.cases import AttentionInputs
+from tests.support.numerics import assert_attention_close
 
 CASES_A_FUNCTION = 8  # before Dynamo refuses to compile a function again
 LENGTHS = {"short": (37, 1, 102, 160), "long": (500, 333, 4, 684)}

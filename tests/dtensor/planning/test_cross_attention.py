@@ -17,8 +17,8 @@ from magi_compile.dtensor.planning.dispatch import (
 from magi_compile.dtensor.planning.keys import cut_keys
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import FULL, MASKS, random_disjoint
 from tests.dtensor.planning.test_comm_plan import check_loads, check_stages
+from tests.support.cases import FULL, MASKS, random_disjoint
 
 
 def documents(q_lengths, k_lengths):

@@ -13,9 +13,9 @@ from magi_compile.dtensor.planning.dispatch import (
     dispatch,
 )
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import random_disjoint, sliding_window, varlen
 from tests.dtensor.support.masks import SQUARE, documents
 from tests.dtensor.support.packs import document_packs
+from tests.support.cases import random_disjoint, sliding_window, varlen
 
 COMPUTE_BOUND = CostModel(seconds_per_area=1.0, seconds_per_row=0.0)
 

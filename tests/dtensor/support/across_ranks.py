@@ -6,7 +6,7 @@ import torch.distributed as dist
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.kernels.reference import exact_max_scores
-from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+from tests.support.numerics import AttentionResults, assert_attention_close
 
 OPTIONS = ContextParallelOptions(chunk_size=16, degree=1, backward_degree=1)
 

@@ -1,6 +1,6 @@
 """Masks that the tests of this directory share: those of all kernels that are square, and a few more."""
 
-from magi_compile.testing.cases import MASKS, Case, random_disjoint, varlen
+from tests.support.cases import MASKS, Case, random_disjoint, varlen
 
 SQUARE = {
     case.name: case

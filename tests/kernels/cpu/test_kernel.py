@@ -9,10 +9,10 @@ from magi_compile.kernels.base import Grads, Saved, output_stride
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.merge import merge_partials
 from magi_compile.masks.slices import MaskType
-from magi_compile.testing.cases import CASES, Case, one, random_disjoint, varlen
-from magi_compile.testing.numerics import AttentionResults, assert_attention_close, run_kernel
 from tests.kernels.support.bits import BIT_CASES
 from tests.kernels.support.max_scores import check_max_scores
+from tests.support.cases import CASES, Case, one, random_disjoint, varlen
+from tests.support.numerics import AttentionResults, assert_attention_close, run_kernel
 from tests.support.pairwise import sparsely
 
 KERNEL = CpuKernel()

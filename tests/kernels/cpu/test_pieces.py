@@ -8,7 +8,7 @@ import torch
 from magi_compile.kernels.cpu import pieces as cpu_pieces
 from magi_compile.kernels.cpu.pieces import Piece, additive_mask, cut, plan_pieces
 from magi_compile.masks.slices import MaskType
-from magi_compile.testing.cases import MASKS, Case, one, random_disjoint, sliding_window, varlen
+from tests.support.cases import MASKS, Case, one, random_disjoint, sliding_window, varlen
 
 
 def pieces_of(case: Case) -> list[Piece]:

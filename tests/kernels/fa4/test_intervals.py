@@ -19,7 +19,7 @@ from magi_compile.kernels.fa4.intervals import (
 )
 from magi_compile.kernels.fa4.native import native_mask
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import (
+from tests.support.cases import (
     CAUSAL,
     FULL,
     INV_CAUSAL,

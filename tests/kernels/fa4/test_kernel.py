@@ -18,9 +18,9 @@ from magi_compile.kernels.heuristics import FA4_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.reference import exact_backward, exact_forward
 from magi_compile.kernels.select import refusals, select
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import CAUSAL, MASKS, Case, HeadShape, one, varlen, windows
-from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.prior import check_prior
+from tests.support.cases import CAUSAL, MASKS, Case, HeadShape, one, varlen, windows
+from tests.support.numerics import assert_attention_close, run_kernel
 from tests.support.pairwise import sparsely
 
 BLACKWELL = AttnProblem("cuda", (10, 0), torch.bfloat16, 8, 2, 128, 128, 0.1)

@@ -9,7 +9,8 @@ import torch
 
 from magi_compile.kernels.fa4 import Fa4Kernel
 from magi_compile.kernels.fa4.kernel import _why_no_package
-from magi_compile.testing.cases import (
+from tests.kernels.support.prior import check_prior
+from tests.support.cases import (
     CAUSAL,
     FULL,
     MASKS,
@@ -21,8 +22,7 @@ from magi_compile.testing.cases import (
     varlen,
     windows,
 )
-from magi_compile.testing.numerics import assert_attention_close, run_kernel
-from tests.kernels.support.prior import check_prior
+from tests.support.numerics import assert_attention_close, run_kernel
 
 pytestmark = [
     pytest.mark.gpu,

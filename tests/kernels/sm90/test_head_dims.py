@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from magi_compile.kernels.select import load
-from magi_compile.testing.cases import MASKS, HeadShape
-from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.prior import check_prior
+from tests.support.cases import MASKS, HeadShape
+from tests.support.numerics import assert_attention_close, run_kernel
 
 pytestmark = pytest.mark.gpu
 MASK = {case.name: case for case in MASKS}

@@ -6,8 +6,8 @@ import torch
 
 from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
 from magi_compile.masks.slices import AttnSlices, MaskType
-from magi_compile.testing.cases import MASKS, Case, HeadShape, varlen
-from magi_compile.testing.numerics import assert_attention_close, run_kernel
+from tests.support.cases import MASKS, Case, HeadShape, varlen
+from tests.support.numerics import assert_attention_close, run_kernel
 
 MASK = {case.name: case for case in MASKS}
 

@@ -11,11 +11,11 @@ import torch
 from triton.runtime import interpreter
 
 from magi_compile.kernels.triton import TritonKernel
-from magi_compile.testing.cases import MASKS, HeadShape, padded, random_disjoint
-from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.bits import BIT_CASES, check_bits
 from tests.kernels.support.max_scores import check_max_scores
 from tests.kernels.support.prior import check_prior
+from tests.support.cases import MASKS, HeadShape, padded, random_disjoint
+from tests.support.numerics import assert_attention_close, run_kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem, Kernel, new_max_scores
 from magi_compile.kernels.reference import exact_max_scores
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import AttentionInputs, Case
-from magi_compile.testing.numerics import assert_attention_close
+from tests.support.cases import AttentionInputs, Case
+from tests.support.numerics import assert_attention_close
 
 # The tanh of Hopper GPUs is an approximation: so much of the soft-cap is its error.
 TANH_ERROR = 2**-10

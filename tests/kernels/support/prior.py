@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from magi_compile.kernels.base import Kernel
-from magi_compile.testing.cases import Case
-from magi_compile.testing.numerics import assert_attention_close
+from tests.support.cases import Case
+from tests.support.numerics import assert_attention_close
 
 
 def check_prior(

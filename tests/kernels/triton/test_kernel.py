@@ -12,10 +12,10 @@ import torch
 from magi_compile.kernels import heuristics
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.triton import TritonKernel
-from magi_compile.testing.cases import CASES, MASKS, HeadShape, padded
-from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.bits import check_bits
 from tests.kernels.support.prior import check_prior
+from tests.support.cases import CASES, MASKS, HeadShape, padded
+from tests.support.numerics import assert_attention_close, run_kernel
 from tests.support.triton_interpreter import needs_triton, run_interpreted
 
 KERNEL = TritonKernel()

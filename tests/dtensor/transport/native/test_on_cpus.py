@@ -8,7 +8,6 @@ import torch
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.transport.collectives import COLLECTIVES
 from magi_compile.kernels.select import KERNELS
-from magi_compile.testing.cases import HeadShape
 from tests.dtensor.support import phases_on_cpus
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.support.masks import SQUARE
@@ -19,6 +18,7 @@ from tests.dtensor.support.wanted import (
     random_ranges,
     routes_of,
 )
+from tests.support.cases import HeadShape
 
 on_cpus = pytest.importorskip("tests.dtensor.support.on_cpus")
 

@@ -14,8 +14,8 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 from magi_compile.kernels.heuristics import AGENDA_NUMBERS
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
-from magi_compile.testing.cases import MASKS, Case, one, varlen
 from tests.kernels.support.cpp import compile_library
+from tests.support.cases import MASKS, Case, one, varlen
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP = (

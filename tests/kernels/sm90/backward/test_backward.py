@@ -11,7 +11,8 @@ from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.plan import pack, unpack
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
-from magi_compile.testing.cases import (
+from tests.kernels.support.bits import BIT_CASES, check_bits
+from tests.support.cases import (
     MASKS,
     Case,
     HeadShape,
@@ -20,13 +21,12 @@ from magi_compile.testing.cases import (
     sliding_window,
     varlen,
 )
-from magi_compile.testing.numerics import (
+from tests.support.deterministic import deterministic_algorithms
+from tests.support.numerics import (
     AttentionResults,
     assert_attention_close,
     run_kernel,
 )
-from tests.kernels.support.bits import BIT_CASES, check_bits
-from tests.support.deterministic import deterministic_algorithms
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [

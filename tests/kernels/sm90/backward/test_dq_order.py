@@ -7,8 +7,8 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.sm90.backward.order import turns_of_tiles
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import MASKS
 from tests.kernels.support.dq_additions import GROUP_ROWS, additions_of_tiles
+from tests.support.cases import MASKS
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])

@@ -24,7 +24,10 @@ from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import (
+from tests.kernels.support.bits import BIT_CASES
+from tests.kernels.support.dq_additions import additions_of_tiles
+from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.support.cases import (
     Case,
     HeadShape,
     block_diffusion,
@@ -33,10 +36,7 @@ from magi_compile.testing.cases import (
     varlen,
     windows,
 )
-from magi_compile.testing.numerics import assert_attention_close
-from tests.kernels.support.bits import BIT_CASES
-from tests.kernels.support.dq_additions import additions_of_tiles
-from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.support.numerics import assert_attention_close
 from tests.support.pairwise import pairwise
 
 NUM_SMS = 4

@@ -10,8 +10,8 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 from magi_compile.plan.rects import NO_DIAG
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
-from magi_compile.testing.cases import MASKS
 from tests.kernels.support.cpp import compile_library
+from tests.support.cases import MASKS
 
 BLOCK_COLS, TILE_ROWS, ALIGNMENT, NUM_GROUPS = 64, 128, 16, 3
 SOURCE = """

@@ -8,7 +8,10 @@ import torch
 from magi_compile.kernels.base import ForwardOutput, new_max_scores
 from magi_compile.kernels.plan import pack, unpack
 from magi_compile.masks.slices import AttnSlices, MaskType
-from magi_compile.testing.cases import (
+from tests.kernels.support.bits import BIT_CASES
+from tests.kernels.support.max_scores import TANH_ERROR, assert_max_scores_close, check_max_scores
+from tests.kernels.support.prior import check_prior
+from tests.support.cases import (
     MASKS,
     HeadShape,
     one,
@@ -16,10 +19,7 @@ from magi_compile.testing.cases import (
     sliding_window,
     varlen,
 )
-from magi_compile.testing.numerics import assert_attention_close
-from tests.kernels.support.bits import BIT_CASES
-from tests.kernels.support.max_scores import TANH_ERROR, assert_max_scores_close, check_max_scores
-from tests.kernels.support.prior import check_prior
+from tests.support.numerics import assert_attention_close
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [

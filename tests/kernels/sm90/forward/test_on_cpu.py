@@ -20,7 +20,12 @@ from magi_compile.kernels.sm90.forward import split_kv
 from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
-from magi_compile.testing.cases import (
+from tests.kernels.sm90.forward.test_overlap import local_and_remote
+from tests.kernels.support.bits import BIT_CASES, BitCase, random_table
+from tests.kernels.support.max_scores import assert_max_scores_close
+from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.kernels.support.split_walk import SplitWalk
+from tests.support.cases import (
     Case,
     HeadShape,
     block_diffusion,
@@ -30,12 +35,7 @@ from magi_compile.testing.cases import (
     varlen,
     windows,
 )
-from magi_compile.testing.numerics import assert_attention_close
-from tests.kernels.sm90.forward.test_overlap import local_and_remote
-from tests.kernels.support.bits import BIT_CASES, BitCase, random_table
-from tests.kernels.support.max_scores import assert_max_scores_close
-from tests.kernels.support.on_a_cpu import compile_once, launching
-from tests.kernels.support.split_walk import SplitWalk
+from tests.support.numerics import assert_attention_close
 
 NUM_SMS = 3
 MOST_THREADS = 512  # of a block on this CPU; what launches more does with fewer

@@ -14,10 +14,10 @@ from magi_compile.kernels.sm90.forward.overlap import NO_SPLIT, TILES_OF_A_SPLIT
 from magi_compile.kernels.sm90.kernel import HopperKernel
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import MASKS, HeadShape, one, random_disjoint, varlen
-from magi_compile.testing.numerics import assert_attention_close
 from tests.plan.walked import seen
+from tests.support.cases import MASKS, HeadShape, one, random_disjoint, varlen
 from tests.support.deterministic import deterministic_algorithms
+from tests.support.numerics import assert_attention_close
 
 CASES = [
     *(case for case in MASKS if case.seqlen_q and case.seqlen_k > 1),

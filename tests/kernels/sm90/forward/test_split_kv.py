@@ -37,10 +37,10 @@ from magi_compile.plan.cost import (
     TILE_COST,
 )
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import random_disjoint
 from tests.kernels.support.one_thread import compile_for_one_thread
 from tests.kernels.support.split_walk import SplitWalk
 from tests.plan.walked import seen
+from tests.support.cases import random_disjoint
 
 SIZES = PlanTiles(64, 16, 64, 32)
 NUM_SMS, LEAST_BLOCKS = 16, 4

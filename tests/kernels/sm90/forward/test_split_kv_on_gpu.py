@@ -10,11 +10,11 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.sm90 import HopperKernel
 from magi_compile.kernels.sm90.forward.launch import forward as forward_whole
 from magi_compile.masks.slices import MaskType
-from magi_compile.testing.cases import Case, HeadShape, one, sliding_window, varlen
-from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BitCase, random_table
 from tests.kernels.support.prior import check_prior
 from tests.kernels.support.split_walk import SplitWalk
+from tests.support.cases import Case, HeadShape, one, sliding_window, varlen
+from tests.support.numerics import assert_attention_close
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,9 +21,9 @@ from magi_compile.masks import library, padded_slices_from_intervals, row_interv
 from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan, padded_sizes
-from magi_compile.testing.cases import block_diffusion, random_disjoint
 from tests.kernels.support import idle_driver
 from tests.kernels.support.one_thread import compile_for_one_thread
+from tests.support.cases import block_diffusion, random_disjoint
 
 SMALL, HOPPER = PlanTiles(16, 8, 8, 4), PlanTiles(128, 128, 128, 64)
 LENGTHS = {

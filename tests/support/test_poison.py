@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from magi_compile.testing.poison import poisoned_empty
+from tests.support.poison import poisoned_empty
 
 ALLOCATIONS = [
     lambda: torch.empty(3),

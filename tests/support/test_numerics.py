@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from magi_compile.masks.slices import MaskType
-from magi_compile.testing.cases import CASES, one
-from magi_compile.testing.numerics import assert_attention_close, plain_attention
+from tests.support.cases import CASES, one
+from tests.support.numerics import assert_attention_close, plain_attention
 
 SMALL = [case for case in CASES if case.seqlen_q * case.seqlen_k <= 520 * 520]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved
-from magi_compile.kernels.reference import exact_backward, exact_forward
+from magi_compile.kernels.reference import (
+    AttentionResults,
+    exact_backward,
+    exact_forward,
+    plain_attention,
+)
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import AttentionInputs
-
-
-class AttentionResults(NamedTuple):
-    """Forward and backward of one attention."""
-
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+from tests.support.cases import AttentionInputs
 
 
 def run_kernel(
@@ -79,35 +73,6 @@ def assert_attention_close(
     failures = [failure for failure in checked if failure is not None]
     if failures:
         raise AssertionError("\n".join(failures))
-
-
-def plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor,
-    slices: AttnSlices,
-    problem: AttnProblem,
-) -> AttentionResults:
-    """Masked softmax attention in a few PyTorch operations and its autograd, all in the dtype of `q`."""
-    visible = slices.to_dense()
-    sees_something = visible.any(-1)
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    group = problem.qhead_per_kvhead
-    k_heads, v_heads = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k_heads) * problem.softmax_scale
-    if problem.softcap:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    # Rows that see nothing get finite scores here and zeros below: a softmax over -inf alone has no gradient.
-    scores = scores.masked_fill(~visible & sees_something[:, None], -math.inf)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    lse = torch.logsumexp(scores.to(wide), -1).masked_fill(~sees_something, -math.inf)
-    p = torch.softmax(scores, -1).masked_fill(~sees_something[:, None], 0.0)
-    out = torch.einsum("hqk,khd->qhd", p, v_heads)
-    dlse = dlse.masked_fill(~sees_something, 0.0)
-    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-    return AttentionResults(out.detach(), lse.detach(), dq, dk, dv)
 
 
 def _largest_terms(

@@ -1,1 +1,0 @@
-"""Shared by tests and benchmarks: named cases, and the rule of correctness."""
