@@ -18,7 +18,11 @@ import magi_compile
 from magi_compile import AttnOutput, AttnSlices
 from magi_compile import create_block_mask, flex_attention
 from magi_compile import flex_flash_attention
-from magi_compile.dtensor import PlanTensors, SequencePlan, context_parallel_attention, plan
+import magi_compile.dtensor
+from magi_compile.dtensor import (
+    ContextParallelOptions, SequencePlan, context_parallel, context_parallel_attention, plan
+)
+from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.masks import library
 
 
@@ -45,6 +49,13 @@ def attend(
     assert_type(create_block_mask(named.mask_mod, None, None, 7, 7), BlockMask)
     magi_compile.enable(strict=True, kernel=None)
     magi_compile.enable(sloppy=True)  # error: [call-arg]
+    magi_compile.enable(kernel="hoper")  # error: [arg-type]
+    magi_compile.LoweringOptions(kernel="triton", bits=True)
+    magi_compile.typo()  # error: [attr-defined]
+    magi_compile.dtensor.typo()  # error: [attr-defined]
+    context_parallel_attention(q, k, v, tensors, "cp", collective="nccl")  # error: [arg-type]
+    ContextParallelOptions(strategy="ring")  # error: [arg-type]
+    flex_flash_attention(q, k, v, named.slices, kernel="tritn")  # error: [arg-type]
     flex_flash_attention(q, k, v, mask)  # error: [arg-type]
     flex_attention(q, k, v, scale="large")  # error: [call-overload]
 """

@@ -11,7 +11,8 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.dtensor.transport.collectives import check_collective
+from magi_compile.dtensor.transport.collectives import CollectiveName, check_collective
+from magi_compile.kernels.base import KernelName
 from magi_compile.masks.arguments import check_count, check_flag
 from magi_compile.ops.attention import AttnOutput
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_rows
@@ -27,8 +28,8 @@ def context_parallel_attention(
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
-    kernel: str | None = None,
-    collective: str | None = None,
+    kernel: KernelName | None = None,
+    collective: CollectiveName | None = None,
     reduce_group: dist.ProcessGroup | str | None = None,
     batch_entries: int = 1,
     return_max_scores: bool = False,

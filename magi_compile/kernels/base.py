@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from magi_compile.kernels.plan import Plan
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall
+
+#: As a caller may ask for a kernel; `kernels/select.py` says which they are.
+KernelName: TypeAlias = Literal["hopper", "cuda", "fa4", "triton", "cpu", "reference"]
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def enabled(**options: Unpack[OptionsByName]) -> Iterator[None]:
     """Enables the lowering for the length of a `with` block, and restores what was there before.
 
     Args:
-        **options: the fields of `LoweringOptions`.
+        **options: as in `enable`.
 
     Yields:
         Nothing.
@@ -118,7 +118,8 @@ def enable(**options: Unpack[OptionsByName]) -> None:
     threads, except that a thread which has compiled something keeps the setting of that moment.
 
     Args:
-        **options: the fields of `LoweringOptions`.
+        **options: `strict`, `kernel`, `slice_capacity`, `bits` and `verify`: what each does is said at
+            `LoweringOptions`.
 
     Raises:
         RuntimeError: another pass is installed as Inductor's `pre_grad_custom_pass`.

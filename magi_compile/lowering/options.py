@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from magi_compile import _compat
+from magi_compile.kernels.base import KernelName
 
 PREFIX = "magi."
 
@@ -22,9 +23,8 @@ class LoweringOptions:
             and problem.
         slice_capacity: the most slices of a mask that is derived in a graph, per batch entry, and per head where heads
             have masks of their own. None stands for one slice for every 16 query rows and every interval of the mask,
-            and at least 256. A mask that needs more has
-            bit blocks on a CPU. On a GPU it has them if the data of the call that is compiled need more; where later
-            data do, it raises `MaskDataError`.
+            and at least 256. A mask that needs more has bit blocks on a CPU. On a GPU it has them if the data of the
+            call that is compiled need more; where later data do, it raises `MaskDataError`.
         bits: evaluate masks that have intervals for data in some order alone by bit blocks, whatever their data.
             Otherwise the data decide, on a CPU in every run and on a GPU in the call that is compiled; there
             `MaskDataError` is raised where the data of a later call are in another order.
@@ -33,13 +33,13 @@ class LoweringOptions:
     """
 
     strict: bool = False
-    kernel: str | None = None
+    kernel: KernelName | None = None
     slice_capacity: int | None = None
     bits: bool = False
     verify: bool = False
 
     def __post_init__(self) -> None:
-        from magi_compile.kernels.select import KERNELS
+        from magi_compile.kernels.select import KERNELS, OLD_NAMES
         from magi_compile.masks.arguments import check_flag
 
         for name in ("strict", "bits", "verify"):
@@ -53,6 +53,8 @@ class LoweringOptions:
             raise TypeError(
                 f"`kernel` must be a name ({', '.join(KERNELS)}) or None, got {self.kernel!r}"
             )
+        if self.kernel in OLD_NAMES:
+            object.__setattr__(self, "kernel", OLD_NAMES[self.kernel])
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
 
@@ -61,7 +63,7 @@ class OptionsByName(TypedDict, total=False):
     """The same, as the keywords of `enable`."""
 
     strict: bool
-    kernel: str | None
+    kernel: KernelName | None
     slice_capacity: int | None
     bits: bool
     verify: bool

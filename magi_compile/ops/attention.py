@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function
 from magi_compile import _compat
 from magi_compile._compat import has_torch_function_mode
 from magi_compile._kept import Made, Memo
-from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.base import AttnProblem, KernelName
 from magi_compile.kernels.select import ScoreNeeds, problem_of, select
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
@@ -79,7 +79,7 @@ def flex_flash_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    kernel: str | None = None,
+    kernel: KernelName | None = None,
     return_max_scores: bool = False,
 ) -> AttnOutput:
     """Attention of packed tokens over a list of slices.

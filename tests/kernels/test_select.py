@@ -3,14 +3,18 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
+from magi_compile.dtensor.planning.dispatch import STRATEGIES, StrategyName
+from magi_compile.dtensor.transport.collectives import COLLECTIVES, CollectiveName
 from magi_compile.kernels import select as select_module
-from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.base import AttnProblem, KernelName
 from magi_compile.kernels.cpu import CpuKernel
-from magi_compile.kernels.select import KERNELS, ScoreNeeds, load, refusals, select
+from magi_compile.kernels.select import KERNELS, OLD_NAMES, ScoreNeeds, load, refusals, select
+from magi_compile.lowering.options import LoweringOptions
 from magi_compile.score.program import ScoreProgram
 
 PROBLEM = AttnProblem(
@@ -231,3 +235,10 @@ def test_old_name_of_the_hopper_kernel():
     problem = AttnProblem("cuda", (9, 0), torch.bfloat16, 8, 2, 128, 128, 1.0)
     assert load("cuda") is load("hopper")
     assert select(problem, "cuda").kernel.name == "hopper"
+
+
+def test_names_for_type_checkers():
+    assert set(get_args(KernelName)) == {*KERNELS, *OLD_NAMES}
+    assert set(get_args(CollectiveName)) == {"auto", *COLLECTIVES}
+    assert set(get_args(StrategyName)) == set(STRATEGIES)
+    assert LoweringOptions(kernel="cuda").kernel == "hopper"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,22 @@ from magi_compile.dtensor.context.tokens import (
     require_together,
     sequences_of,
 )
-from magi_compile.dtensor.make_plan import DEFAULTS, group_of, plan
+from magi_compile.dtensor.make_plan import DEFAULTS, Mask, group_of, plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence_plan import SequencePlan
 from magi_compile.ops.validation import check_list
+
+#: A mask or a plan; several for layers that differ, as a list or by name.
+MasksOrPlans: TypeAlias = (
+    Mask | SequencePlan | Sequence[Mask | SequencePlan] | Mapping[str, Mask | SequencePlan]
+)
 
 
 @contextmanager
 def context_parallel(
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
-    mask: Any = None,
+    mask: MasksOrPlans = None,
     buffers: Sequence[Tensor] = (),
     buffer_seq_dims: Sequence[int] = (),
     no_restore_buffers: Iterable[Tensor] | None = None,

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -390,6 +390,7 @@ def _imbalance(table: ChunkTable, assignment: Tensor) -> float:
 
 Strategy = Callable[[ChunkTable, int, float, CostModel], Tensor]
 
+StrategyName: TypeAlias = Literal["sequential", "zigzag", "min_heap", "local"]
 STRATEGIES: Mapping[str, Strategy] = {
     "sequential": sequential,
     "zigzag": zigzag,

@@ -38,6 +38,7 @@ from magi_compile.dtensor.planning.comm_plan import (
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import (
     Dispatch,
+    StrategyName,
     check_masks,
     check_strategy,
     dispatch_as,
@@ -67,7 +68,7 @@ class ContextParallelOptions:
         cost: the rates of computation and communication.
     """
 
-    strategy: str = "local"
+    strategy: StrategyName = "local"
     chunk_size: int | None = None
     slack: float = 0.01
     degree: int | None = None

@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.cost import CostModel, check_groups, wave_rows
-from magi_compile.dtensor.transport.collectives import Collective, Route, check_collective
+from magi_compile.dtensor.transport.collectives import (
+    Collective,
+    CollectiveName,
+    Route,
+    check_collective,
+)
 from magi_compile.dtensor.transport.collectives import select as select_collective
 from magi_compile.kernels.base import (
     AttnProblem,
@@ -46,7 +51,7 @@ def calibrate(
     nheads_kv: int = 8,
     head_dim: int = 128,
     seqlen: int = 8192,
-    collective: str = "auto",
+    collective: CollectiveName = "auto",
     repeats: int = 5,
 ) -> CostModel:
     """Measures compute and communication; all ranks of `group` call it together.

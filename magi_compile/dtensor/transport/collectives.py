@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -186,6 +186,9 @@ class Collective(Protocol):
         """Starts to send the rows of the buffers `tensors [num_received, ...]`, of one dtype, home."""
         ...
 
+
+#: As a caller may ask for a collective: "auto" takes the first of `COLLECTIVES` that serves.
+CollectiveName: TypeAlias = Literal["auto", "native", "all_to_all"]
 
 # "module:Class" by name, in order of preference; resolved at first use.
 COLLECTIVES: dict[str, str] = {
