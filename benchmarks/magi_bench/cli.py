@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from magi_bench import arguments, masks, plans, simulate
 from magi_bench.arguments import say
 from magi_bench.doors import suite as doors
@@ -20,6 +22,7 @@ from magi_bench.results.compare import compare, to_text
 from magi_bench.step import suite as step
 from magi_bench.trees import suite as trees
 from magi_bench.workloads.workload import MASKS
+from magi_compile import __version__
 
 COMMANDS = {
     "step": (step, "wall time of calls and of training steps, beside peers"),
@@ -49,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="magi-bench", description="Benchmarks of attention.")
+    version = f"magi-bench of magi_compile {__version__}, PyTorch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     for level, summary in (
         ("kernel", "masks that all heads share, on one device"),

@@ -53,6 +53,9 @@ def params_of(base: Struct, has_bits: bool = False, num_words: int | None = None
         base: `FORWARD` or `BACKWARD`, the fields of every such kernel.
         has_bits: whether it reads bit blocks.
         num_words: those of its score program, which reads bit blocks as well; None without one.
+
+    Returns:
+        The struct of the kernel that is compiled for these.
     """
     room, _, name = base.name.partition("::")
     if num_words is not None:
