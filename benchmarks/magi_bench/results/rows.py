@@ -68,7 +68,8 @@ class Results:
             return
         if "cell" in record:  # what a case was called
             record["case"] = record.pop("cell")
-        record["key"], record["contender"] = _renamed(record["key"]), _renamed(record["contender"])
+        for name in record.keys() & {"key", "contender"}:
+            record[name] = _renamed(record[name])
         self.rows[record["key"]] = record
 
 

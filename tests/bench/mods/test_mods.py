@@ -302,7 +302,7 @@ def test_report():
         [
             ["causal", "384", "FLEX", "3.000", "2.000", "9.00", "-"],
             ["causal", "384", "MAGI", "unsupported", "-", "-", "-"],
-            ["causal", "384", "MAGI-CUDA", "1.500", "1.000", "5.00", "bits"],
+            ["causal", "384", "MAGI-HOPPER", "1.500", "1.000", "5.00", "bits"],
         ],
     )
     why = "stays on FlexAttention: why; by bit blocks: a | b"

@@ -51,6 +51,17 @@ def test_they_are_reported_drawn_and_compared(tmp_path, capsys):
     assert "0 slower" in capsys.readouterr().out
 
 
+def test_rows_of_before_have_todays_contender(tmp_path):
+    """The kernel of Hopper was called `cuda`."""
+    path = tmp_path / "r.jsonl"
+    run = {"kind": "run", "run": "r", "planned": ["kernel/causal/magi-cuda", "kernel/causal/fa4"]}
+    row = {"key": "kernel/causal/magi-cuda", "contender": "magi-cuda", "status": "ok"}
+    path.write_text("\n".join(map(json.dumps, (run, {"kind": "row", **row}))))
+    results = rows.load([path])
+    assert results.rows["kernel/causal/magi-hopper"]["contender"] == "magi-hopper"
+    assert results.not_run == ["kernel/causal/fa4"]
+
+
 @pytest.mark.parametrize("text", ['{\n "context": {}, "rows": []}', '{\n "rows": 1}'])
 def test_other_json_is_no_result(text, tmp_path):
     path = tmp_path / "x.json"
