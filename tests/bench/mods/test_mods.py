@@ -306,7 +306,7 @@ def test_report():
         ],
     )
     why = "stays on FlexAttention: why; by bit blocks: a | b"
-    assert coverage.lines == [["causal", "mask", "Half.", "unsupported", "bits: cuda", why]]
+    assert coverage.lines == [["causal", "mask", "Half.", "unsupported", "bits: hopper", why]]
     reason = "stays on FlexAttention: why"
     assert tables.absent(results) == [("MAGI", "unsupported", reason, "1: causal")]
 
