@@ -143,6 +143,33 @@ class SpreadTokens:
             order = self.placement.inverse_positions()[: self.total].to(x.device)
             return torch.cat(parts).index_select(0, order).movedim(0, dim)
 
+    def roll(self, x: Tensor, shifts: int, dim: int) -> Tensor:
+        """This rank's part of `torch.roll` along the whole sequence; all ranks call it together, with equal `shifts`.
+
+        For multi-token prediction: `p.roll(x, -n, dim)` gives each token the entry of the token n places later in the
+        sequence, whichever rank has that. As with `torch.roll`, the first tokens follow the last one.
+
+        Args:
+            x: any dtype, on a device that the group reaches; `seqlen_local` entries along `dim`.
+            shifts: the number of places by which entries move on in the sequence; negative for back.
+            dim: the dimension of the sequence.
+
+        Returns:
+            A new tensor like `x`; entries of padding are 0. Differentiable.
+
+        Raises:
+            TypeError: `shifts` is no int.
+            ValueError: `x` has another length.
+        """
+        from magi_compile.dtensor import roll as _roll  # noqa: F401  the op exists once it is imported
+
+        check_length("x", x, dim, self.seqlen_local, "of this rank")
+        if not isinstance(shifts, int) or isinstance(shifts, bool):
+            raise TypeError(f"`shifts` must be an int, got {shifts!r}")
+        where = self.placement
+        sizes = (where.chunk_size, where.total, shifts, self.group_name)
+        return torch.ops.magi.cp_roll(x.movedim(dim, 0), where.chunks, *sizes).movedim(0, dim)
+
     def labels(
         self,
         tokens: Tensor,
