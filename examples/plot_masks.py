@@ -14,6 +14,7 @@ from magi_compile.masks.library import (
     prefix_lm_document,
     share_question,
     sliding_window_full,
+    tree,
 )
 
 DOCUMENTS = [1100, 500, 900, 300, 1296]
@@ -39,9 +40,13 @@ def four_masks() -> dict[str, NamedMask]:
 
 def all_masks() -> dict[str, NamedMask]:
     lengths = {"sliding_tiles": [4096]}
-    return {
+    masks = {
         name: build(lengths.get(name, DOCUMENTS), **SIZES.get(name, {}))
         for name, build in MASKS.items()
+    }
+    # Two prompts, each with answers below it, one of which goes on in two ways.
+    return masks | {
+        "tree": tree([700, 500, 400, 300, 396, 600, 600, 600], [-1, 0, 0, 2, 2, -1, 5, 5])
     }
 
 

@@ -184,7 +184,7 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (traffic, efficiency) = pyplot.subplots(1, 2, figsize=(12, 4))
+    figure, (traffic, efficiency) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     for strategy in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == strategy]
         ranks = [outcome.cp for outcome in mine]
@@ -192,18 +192,24 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
         efficiency.plot(ranks, [outcome.eff_fwd for outcome in mine], marker="o", label=strategy)
     last = [outcome for outcome in outcomes if outcome.strategy == outcomes[-1].strategy]
     ranks = [outcome.cp for outcome in last]
-    for name, style in (("bound", ":"), ("gather", "--"), ("ulysses", "-.")):
+    lines = {
+        "bound": (":", "least for equal work"),
+        "gather": ("--", "all-gather or ring"),
+        "ulysses": ("-.", "Ulysses"),
+    }
+    for name, (style, label) in lines.items():
         values = [getattr(outcome, name) for outcome in last]
-        traffic.plot(ranks, values, style, color="grey", label=name)
+        traffic.plot(ranks, values, style, color="grey", label=label)
     for axes in (traffic, efficiency):
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(count) for count in ranks])
         axes.set_xlabel("ranks")
     traffic.set(yscale="symlog", ylim=(0, None), ylabel="rows received / rows held")
     efficiency.set(ylim=(0, 1.05), ylabel="predicted forward efficiency")
-    traffic.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.legend(
+        *traffic.get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
+    )
     figure.suptitle(title)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
