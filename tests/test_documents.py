@@ -27,6 +27,7 @@ GUIDES = [
     "varlen_attn",
     "context_parallel",
     "troubleshooting",
+    "gpus",
     "environment",
     "benchmark",
 ]
