@@ -331,8 +331,8 @@ def _keys_of(keys: Any, masks: Any) -> list[SpreadTokens | None]:
     return [keys.get(name) for name in masks]
 
 
-def _check_keys(keys: Any, group: dist.ProcessGroup) -> None:
-    if keys is None:
+def _check_keys(keys: Any, group: dist.ProcessGroup | None) -> None:
+    if keys is None or group is None:  # without a group there are none
         return
     if not isinstance(keys, SpreadTokens):
         raise TypeError(

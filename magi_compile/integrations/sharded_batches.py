@@ -44,8 +44,9 @@ _OF_IMAGES = frozenset({"token_type_ids", "mm_token_type_ids"})  # 0 for text
 class LayerSlices:
     """The masks of a model's kinds of layers, as slices of a pack of documents.
 
-    Slices come from document lengths where these say all, which takes milliseconds for a million tokens; else from the
-    mask functions of transformers, which take a second. A small pack, made both ways, tells which.
+    Slices come from document lengths for causal and window layers, which takes milliseconds for a million tokens; else
+    from the mask functions of transformers, which take a second: for chunks, and for a model whose mask of a small pack
+    differs from that by lengths.
 
     Args:
         config: the text config of a model with `attn_implementation="magi"`.
@@ -65,10 +66,22 @@ class LayerSlices:
         self.weights = {name: max(kinds.count(name), 1) for name in found}
         self.windows: dict[str | None, tuple[int | None, int]] = {}
         for name, slices in found.items():
-            of_kind = [(None, 0)] if window is None else [(None, 0), (window - 1, 0)]
-            for x in of_kind:
-                if _within(lengths, x).content_key() == slices.content_key():
-                    self.windows[name] = x
+            of_kind = self._window_of(name)
+            if of_kind and _within(lengths, of_kind).content_key() == slices.content_key():
+                self.windows[name] = of_kind
+
+    def _window_of(self, kind: str | None) -> tuple[int | None, int] | None:
+        """The window that a kind of layer has by its name; None where that says nothing (chunks)."""
+        if kind is None and getattr(self.config, "attention_chunk_size", None) is not None:
+            return None
+        window = getattr(self.config, "sliding_window", None)
+        if kind == "full_attention" or (kind is None and window is None):
+            return None, 0
+        return (
+            (window - 1, 0)
+            if kind in ("sliding_attention", None) and isinstance(window, int)
+            else None
+        )
 
     def of(self, lengths: Tensor) -> dict[str | None, AttnSlices]:
         """The slices by kind of layer; one of name None for a model that has one mask.

@@ -91,8 +91,8 @@ def context_parallel(
     """
     if isinstance(trainer_or_accelerator, Accelerator):
         return ContextParallelRanks(trainer_or_accelerator, model, cp_size, options)
-    trainer = trainer_or_accelerator
-    if not isinstance(trainer, Trainer):
+    trainer: Any = trainer_or_accelerator
+    if not isinstance(trainer_or_accelerator, Trainer):
         raise TypeError(
             f"`trainer_or_accelerator` must be a Trainer or an Accelerator, got {type(trainer).__name__}"
         )
@@ -264,8 +264,9 @@ class ContextParallelMixin:
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         assert self.context_parallel_ranks is not None
-        before, trainer = self.state.num_input_tokens_seen, super()
-        trainer._track_num_input_tokens(inputs)  # type: ignore[misc]
+        trainer: Any = super()
+        before = self.state.num_input_tokens_seen
+        trainer._track_num_input_tokens(inputs)
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.context_parallel_ranks.copies
 
@@ -305,10 +306,9 @@ class ContextParallelRanks:
         self.data_parallel_size = accelerator.num_processes // self.copies
         self._accelerator, self._tp_size = accelerator, tp_size
         self._cuts = 0
-        self._has_masks = [False]  # a list, which a compiled forward changes as well
         _set_attention(base)
         self.planner = BatchPlanner(base.config, (self.cp_size, self.group.rank()), options)
-        _take_masks(base, self._has_masks)
+        self._has_masks = _take_masks(base)
         _plan_in_loaders(accelerator, self.planner)
 
     def shard(self, batch: Mapping[str, Any], num_items: Any = None) -> dict[str, Any]:
@@ -423,7 +423,9 @@ def _base_of(model: Any) -> Any:
 
 def _check_model(model: Any) -> None:
     name, config = type(model).__name__, model.config
-    if getattr(config, "is_encoder_decoder", False) or model.loss_type not in _CAUSAL_LOSSES:
+    # A class of the user's may have a name that says no loss; it then has that of causal models.
+    is_causal = model.loss_type in _CAUSAL_LOSSES or (not model.loss_type and model.can_generate())
+    if getattr(config, "is_encoder_decoder", False) or not is_causal:
         raise NotImplementedError(
             f"`model` must be a causal language model, whose loss shifts the labels, got {name}; spread others with "
             "magi_compile.dtensor.context_parallel in a loop of your own"
@@ -492,23 +494,37 @@ def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int]:
             raise ValueError(
                 f"`cp_size` must be that of ParallelismConfig, {config.cp_size}, got {cp_size}"
             )
+        if config.total_size != world:
+            raise ValueError(
+                f"the sizes of ParallelismConfig must multiply to the {world} processes, got {config.total_size}; set "
+                "`dp_shard_size` too"
+            )
         accelerator._prepare_cp = lambda *args: args
         return accelerator.torch_device_mesh["cp"], config.tp_size
     if config is not None and config.tp_size > 1:
         raise ValueError(
             f"`cp_size` must be in the ParallelismConfig that has tp_size={config.tp_size}: one mesh has both"
         )
-    if world % cp_size:  # type: ignore[operator]
+    assert cp_size is not None
+    if world % cp_size:
         raise ValueError(f"`cp_size` must divide the {world} processes, got {cp_size}")
-    sizes, names = (world // cp_size, cp_size), ("dp_replicate", "cp")  # type: ignore[operator]
+    sizes, names = (world // cp_size, cp_size), ("dp_replicate", "cp")
     mesh = dist.init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
     accelerator._prepare_device_mesh = lambda: mesh
     return mesh["cp"], 1
 
 
-def _take_masks(model: Any, has_masks: list[bool]) -> None:
+def _take_masks(model: Any) -> list[bool]:
     """Lets the decoder have its masks from the argument `MASKS`. What is around a decoder takes an `attention_mask` for
-    one of padding: the loss of routers reads its shape, SFTTrainer counts its tokens."""
+    one of padding: the loss of routers reads its shape, SFTTrainer counts its tokens.
+
+    Returns:
+        Whether masks have come, in a list that the forward changes; the same one for a model that has the hook already.
+    """
+    decoder = model.base_model
+    if hasattr(decoder, "_magi_has_masks"):
+        return decoder._magi_has_masks  # type: ignore[no-any-return]
+    has_masks = decoder._magi_has_masks = [False]
 
     def hook(module: Any, args: Any, kwargs: Any) -> Any:
         masks = kwargs.pop(MASKS, None)
@@ -517,7 +533,8 @@ def _take_masks(model: Any, has_masks: list[bool]) -> None:
         has_masks[0] = True
         return args, {**kwargs, "attention_mask": masks}
 
-    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    return has_masks
 
 
 def _plan_in_loaders(accelerator: Any, planner: BatchPlanner) -> None:

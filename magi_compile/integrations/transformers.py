@@ -330,8 +330,8 @@ def _attend_over_ranks(
                 f"`{name}` must be None with the mask of a SequencePlan, which stands for the whole sequence; plan a "
                 "mask that has the documents"
             )
-    positions, rows = rest.get("position_ids"), query.shape[2]
-    if not getattr(module, "layer_idx", 0) and are_of_rows(positions, rows):
+    positions: Any = rest.get("position_ids")
+    if not getattr(module, "layer_idx", 0) and are_of_rows(positions, query.shape[2]):
         mask = with_given_positions(mask, positions, module.training)
     softcap, s_aux = rest.get("softcap") or 0.0, rest.get("s_aux")
     out, lse, _ = attend_by(mask.mask_mod, query, key, value, scaling, softcap)

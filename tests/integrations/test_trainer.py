@@ -49,7 +49,14 @@ CASES = {
             "dataloader_num_workers": 1,
         },
     ),
-    "gpt_oss": ("trainer", {"name": "gpt_oss"}),
+    "gpt_oss, default options": (
+        "trainer",
+        {"name": "gpt_oss", "options": ContextParallelOptions()},
+    ),
+    "llama, stream, tokens counted": (
+        "trainer",
+        {"name": "llama", "stream": True, "include_num_input_tokens_seen": "all"},
+    ),
     "llama, padded rows, evaluation, predictions": ("trainer", {"name": "llama", **EVALUATED}),
     "llama, saved and resumed": ("trainer", {"name": "llama", "resume": True}),
     "gemma3, ParallelismConfig": ("trainer", {"name": "gemma3", "in_config": True}),
@@ -70,7 +77,7 @@ def is_here(name):
 
 
 class Runs:
-    """What the cases give on ranks, made in one launch, and alone."""
+    """The numbers of all cases on ranks, made in one launch."""
 
     def __init__(self, size, cases):
         self.cases = {name: case for name, case in cases.items() if is_here(name)}
@@ -83,7 +90,7 @@ class Runs:
         if self._found is None:
             results = self.ranks.run(run, list(self.cases.values()))
             self._found = dict(zip(self.cases, results[0], strict=True))
-        return self._found[name], run(None, [self.cases[name]])[0]
+        return self._found[name]
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +126,14 @@ def check(ours, alone, but=()):
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_one_process(name, two):
-    check(*two.of(name))
+    check(two.of(name), run(None, [two.cases[name]])[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_two_groups_of_two(name, four):
-    check(*four.of(name))
+def test_two_groups_of_two(name, two, four):
+    """Beside data parallelism of two processes."""
+    check(four.of(name), two.ranks.run(run, [four.cases[name]], 1)[0][0])
 
 
 @pytest.mark.slow
@@ -227,8 +235,8 @@ def refused_on_ranks(group):
 class Shifts(hf.LlamaForCausalLM):
     """Shifts labels itself, and does not read `shift_labels`."""
 
-    def forward(self, labels=None, shift_labels=None, num_items_in_batch=None, **rest):
-        out = super().forward(**rest)
+    def forward(self, input_ids, labels=None, shift_labels=None, num_items_in_batch=None, **rest):
+        out = super().forward(input_ids, **rest)
         out["loss"] = self.loss_function(
             out.logits, labels, 97, num_items_in_batch=num_items_in_batch
         )

@@ -80,7 +80,7 @@ class Logs(hf.TrainerCallback):
         self.found: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-        names = ("loss", "grad_norm", "eval_loss", "eval_correct")
+        names = ("loss", "grad_norm", "eval_loss", "eval_correct", "num_input_tokens_seen")
         self.found.append({name: x for name, x in logs.items() if name in names})
 
 
@@ -115,6 +115,14 @@ def arguments_of(cp: int, **more: Any) -> dict[str, Any]:
     }
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(documents(self.size, 1))
+
+
 class OwnTrainer(ContextParallelMixin, hf.Trainer):
     pass
 
@@ -130,6 +138,8 @@ def by_trainer(
     lora: bool = False,
     compiled: bool = False,
     in_config: bool = False,
+    stream: bool = False,
+    options: ContextParallelOptions = OPTIONS,
     **more: Any,
 ) -> list[dict[str, Any]]:
     """What a Trainer logs, then its predictions where `metrics`, then sums of its weights."""
@@ -150,18 +160,18 @@ def by_trainer(
         given = {
             "model": model,
             "args": hf.TrainingArguments(folder, **arguments_of(cp, **more)),
-            "train_dataset": documents(size, 1),
+            "train_dataset": Stream(size) if stream else documents(size, 1),
             "eval_dataset": documents(14, 2),
             "data_collator": padded if pad else hf.DataCollatorWithFlattening(),
             "callbacks": [logs],
             "compute_metrics": correct if metrics else None,
         }
         if cp > 1 and mixin:
-            return OwnTrainer(**given, cp_size=cp, options=OPTIONS), logs
+            return OwnTrainer(**given, cp_size=cp, options=options), logs
         trainer = hf.Trainer(**given)
         if cp > 1:
             assert (
-                context_parallel(trainer, cp_size=None if in_config else cp, options=OPTIONS)
+                context_parallel(trainer, cp_size=None if in_config else cp, options=options)
                 is trainer
             )
         return trainer, logs
@@ -188,7 +198,7 @@ def parallelism_config(cp: int) -> Any:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     ParallelismConfig._validate_accelerator = lambda *_: None
-    return ParallelismConfig(cp_size=cp)
+    return ParallelismConfig(cp_size=cp, dp_shard_size=dist.get_world_size() // cp)
 
 
 def with_lora(model: Any) -> Any:
@@ -237,24 +247,25 @@ def by_loop(cp: int, name: str, *, shards_weights: bool = False) -> list[dict[st
     )
     model = model_of(name)
     collate = hf.DataCollatorWithFlattening()
-    loader = torch.utils.data.DataLoader(documents(24, 1), batch_size=4, collate_fn=collate)
+    loader = torch.utils.data.DataLoader(documents(48, 1), batch_size=4, collate_fn=collate)
     ranks = None
     if cp > 1:
         ranks = context_parallel(accelerator, model, cp_size=cp, options=OPTIONS)
     loader = accelerator.prepare(loader)
-    if cp > 1 and shards_weights:
+    if accelerator.num_processes > 1 and shards_weights:
         from torch.distributed.fsdp import fully_shard
 
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    elif cp > 1:
+    elif accelerator.num_processes > 1:
         model = accelerator.prepare(model)
     optimizer, batches, found = torch.optim.SGD(model.parameters(), 0.3), list(loader), []
     for pair in zip(batches[::2], batches[1::2], strict=True):
         total = torch.zeros(())
         if ranks is None:
-            count = sum((x["labels"][:, 1:] != -100).sum() for x in pair)
+            count = sum((x["labels"][:, 1:] != -100).sum().float() for x in pair)
+            count = accelerator.reduce(count, "mean")
         else:
             count = ranks.count(*pair)
         for batch in pair:
@@ -265,9 +276,7 @@ def by_loop(cp: int, name: str, *, shards_weights: bool = False) -> list[dict[st
             total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(
-            {"loss": (total if ranks is None else accelerator.reduce(total, "mean")).item()}
-        )
+        found.append({"loss": accelerator.reduce(total, "mean").item()})
     return found
 
 
