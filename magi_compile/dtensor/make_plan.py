@@ -60,7 +60,13 @@ class HostPlan:
 
     @_compat.outside_of_modes()
     def on(self, mesh: DeviceMesh | dist.ProcessGroup) -> SequencePlan:
-        """The plan on a mesh of one dimension, or a process group; does not communicate.
+        """The plan with its group and device; does not communicate.
+
+        Args:
+            mesh: as in `plan`.
+
+        Returns:
+            The plan.
 
         Raises:
             TypeError: `mesh` is neither.

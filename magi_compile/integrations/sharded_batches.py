@@ -84,10 +84,13 @@ class LayerSlices:
         )
 
     def of(self, lengths: Tensor) -> dict[str | None, AttnSlices]:
-        """The slices by kind of layer; one of name None for a model that has one mask.
+        """The slices by kind of layer.
 
         Args:
             lengths: int64 `[documents]`, on the CPU.
+
+        Returns:
+            The slices of a pack of these documents; one of name None for a model that has one mask.
         """
         by_functions = (
             {} if self.windows.keys() == self.weights.keys() else self._by_functions(lengths)
@@ -147,7 +150,14 @@ class BatchPlanner:
         self.ranks, self.options = ranks, options
 
     def plan(self, batch: Mapping[str, Any]) -> PlannedBatch:
-        """The plan of a batch; waits for the device of its tensors.
+        """Plans a batch; waits for the device of its tensors.
+
+        Args:
+            batch: `input_ids` int `[B, S]`; perhaps `position_ids`, `attention_mask`, `labels` or `shift_labels` like
+                them.
+
+        Returns:
+            The plan.
 
         Raises:
             TypeError: the batch is no mapping.

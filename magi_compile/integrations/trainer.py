@@ -345,6 +345,9 @@ class ContextParallelRanks:
         Args:
             batch: as in `shard`; one that a prepared loader made has its plan, another one is planned here, which
                 waits for its device.
+
+        Returns:
+            The tokens. Errors are those of `shard`.
         """
         if self._cuts and not self._has_masks[0]:
             raise RuntimeError(_NO_MASKS)

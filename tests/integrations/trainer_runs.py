@@ -151,6 +151,8 @@ def by_trainer(
         more |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     if in_config and cp > 1:
         more |= {"parallelism_config": parallelism_config(cp)}
+    if stream and cp == 1:  # else process 0 hands out batches, whose rows are as long as each other
+        more |= {"accelerator_config": {"dispatch_batches": False}}
     size = 48 if more.get("gradient_accumulation_steps", 1) > 1 else 24
 
     def made() -> tuple[Any, Logs]:
