@@ -33,6 +33,7 @@ REENTRANT = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": True},
 }
+KEPT = {"use_reentrant": False, "context_fn": trainer_runs.keeps_attention}
 EVALUATED = {"pad": True, "metrics": True, "eval_strategy": "steps", "eval_steps": 2}
 # The door, its arguments, and by how much a loss may be off.
 CASES = {
@@ -58,10 +59,19 @@ CASES = {
         {"name": "llama", "stream": True, "include_num_input_tokens_seen": "all"},
     ),
     "llama, padded rows, evaluation, predictions": ("trainer", {"name": "llama", **EVALUATED}),
+    "llama, checkpoints that keep attention": (
+        "trainer",
+        {
+            "name": "llama",
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": KEPT,
+        },
+    ),
     "llama, saved and resumed": ("trainer", {"name": "llama", "resume": True}),
     "gemma3, ParallelismConfig": ("trainer", {"name": "gemma3", "in_config": True}),
     "gemma3, LoRA": ("trainer", {"name": "gemma3", "lora": True}),
     "loop, DDP, llama": ("loop", {"name": "llama"}),
+    "loop, DDP, gpt_oss": ("loop", {"name": "gpt_oss"}),
     "loop, FSDP2, gemma3": ("loop", {"name": "gemma3", "shards_weights": True}),
     "SFTTrainer, packing, llama": ("sft", {"name": "llama", "packing": True}),
     "SFTTrainer, packing, gpt_oss": ("sft", {"name": "gpt_oss", "packing": True}),

@@ -13,6 +13,7 @@ import transformers as hf
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import magi_compile
 from magi_compile.dtensor import ContextParallelOptions
@@ -75,6 +76,10 @@ def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": (tokens != 0).long(), "labels": labels}
 
 
+def without_labels(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    return {name: x for name, x in padded(rows).items() if name != "labels"}
+
+
 class Logs(hf.TrainerCallback):
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
@@ -113,6 +118,11 @@ def arguments_of(cp: int, **more: Any) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         **more,
     }
+
+
+def keeps_attention() -> Any:
+    """The contexts of a checkpoint that runs everything again but attention over ranks."""
+    return create_selective_checkpoint_contexts([torch.ops.magi.cp_ffa_fwd.default])
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -187,6 +197,8 @@ def by_trainer(
         found = [*found[:2], *logs.found]
     if metrics:
         trainer.evaluate()
+        found.append({"predicted": trainer.predict(documents(6, 3)).predictions})
+        trainer.data_collator = without_labels
         found.append({"predicted": trainer.predict(documents(6, 3)).predictions})
     state = trainer.accelerator.unwrap_model(trainer.model_wrapped).state_dict()
     found.append({"weights": torch.stack([x.float().sum() for x in state.values()]).numpy()})
