@@ -58,10 +58,9 @@ class LayerSlices:
 
     def __init__(self, config: Any):
         self.config = config
-        window = getattr(config, "sliding_window", None)
         kinds = list(getattr(config, "layer_types", None) or [])
-        around = window if isinstance(window, int) else 16
-        lengths = torch.tensor([3, 2 * around + 5, 1, 40], device="cpu")
+        sizes = [getattr(config, x, None) or 16 for x in ("sliding_window", "attention_chunk_size")]
+        lengths = torch.tensor([3, 2 * max(sizes) + 5, 1, 40], device="cpu")
         found = self._by_functions(lengths)
         self.weights = {name: max(kinds.count(name), 1) for name in found}
         self.windows: dict[str | None, tuple[int | None, int]] = {}
@@ -69,6 +68,18 @@ class LayerSlices:
             of_kind = self._window_of(name)
             if of_kind and _within(lengths, of_kind).content_key() == slices.content_key():
                 self.windows[name] = of_kind
+        if self.windows.keys() != found.keys():
+            self._check_documents(lengths, found)
+
+    def _check_documents(self, lengths: Tensor, found: dict[str | None, AttnSlices]) -> None:
+        """Raises where a document in a pack has another mask than alone: rows of a batch become a pack."""
+        alone = [self._by_functions(length) for length in lengths.split(1)]
+        for name, slices in found.items():
+            if slices.area() != sum(x[name].area() for x in alone):
+                raise NotImplementedError(
+                    f"layers of the kind {name!r} must see a document in a pack as they see it alone, but this version "
+                    "of transformers counts over the whole pack; use transformers>=5.23"
+                )
 
     def _window_of(self, kind: str | None) -> tuple[int | None, int] | None:
         """The window that a kind of layer has by its name; None where that says nothing (chunks)."""
@@ -103,7 +114,10 @@ class LayerSlices:
         }
 
     def _by_functions(self, lengths: Tensor) -> dict[str | None, AttnSlices]:
-        masks = masks_of_layers(self.config, _counted(lengths)[None])
+        positions = _counted(lengths)[None]
+        masks = masks_of_layers(self.config, positions)
+        if positions.shape[1] == 1:  # transformers takes a token for a step of generation
+            return dict.fromkeys(masks, AttnSlices.causal(1))
         return {name: convert_block_mask(mask).slices for name, mask in masks.items()}
 
 

@@ -42,12 +42,26 @@ def config_of(name: str) -> Any:
         return hf.LlamaConfig(**SMALL)
     if name == "gemma3":
         return hf.Gemma3TextConfig(**SMALL, **MIXED, query_pre_attn_scalar=16)
+    if name == "gemma2":
+        return hf.Gemma2Config(
+            **SMALL, **MIXED, query_pre_attn_scalar=16, attn_logit_softcapping=5.0
+        )
+    if name == "llama4":
+        chunks = {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 2}
+        kinds = {"layer_types": ["chunked_attention", "full_attention"]}
+        return hf.Llama4TextConfig(**SMALL, **chunks, **kinds, interleave_moe_layer_step=4)
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None}
     return hf.GptOssConfig(**SMALL, **MIXED, **experts)
 
 
 # The attention of transformers itself, but for gpt-oss, where all but "magi" mix documents.
-PLAIN = {"llama": "sdpa", "gemma3": "eager", "gpt_oss": "magi"}
+PLAIN = {
+    "llama": "sdpa",
+    "gemma2": "eager",
+    "gemma3": "eager",
+    "llama4": "eager",
+    "gpt_oss": "magi",
+}
 
 
 def model_of(name: str) -> Any:
