@@ -118,6 +118,16 @@ def context_parallel(
 def _check_trainer(trainer: Any) -> None:
     """Refuses the settings whose numbers would be wrong."""
     args = trainer.args
+    losses = [
+        x
+        for x in type(trainer).__mro__
+        if "compute_loss" in vars(x) and x.__module__.startswith("trl.")
+    ]
+    if others := [x.__name__ for x in losses if x.__name__ != "SFTTrainer"]:
+        raise NotImplementedError(
+            f"{others[0]} of TRL makes its loss of the logits of whole sequences, which are cut over ranks; only "
+            "SFTTrainer and Trainer run over ranks"
+        )
     if args.label_smoothing_factor or trainer.compute_loss_func is not None:
         name = "label_smoothing_factor" if args.label_smoothing_factor else "compute_loss_func"
         raise NotImplementedError(

@@ -1,6 +1,7 @@
 """Trainer, SFTTrainer and accelerate's plain loop over ranks: every logged number is that of one process."""
 
 import datetime
+import pickle
 from importlib.util import find_spec
 
 import numpy as np
@@ -227,6 +228,14 @@ def test_refusals(name):
         context_parallel(trainer, cp_size=2)
 
 
+def test_other_losses_of_trl_are_refused():
+    made = {"__module__": "trl.trainer.dpo_trainer", "compute_loss": hf.Trainer.compute_loss}
+    trainer = trainer_of()
+    trainer.__class__ = type("DPOTrainer", (hf.Trainer,), made)
+    with pytest.raises(NotImplementedError, match="DPOTrainer of TRL makes its loss of the logits"):
+        context_parallel(trainer, cp_size=2)
+
+
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="must be a Trainer or an Accelerator, got int"):
         context_parallel(3, cp_size=2)
@@ -425,7 +434,10 @@ def test_documents_of_a_batch(planner):
     assert torch.equal(starts_of_documents(positions, None), starts)
     starts[1, 3] = False  # with an attention_mask only 0 is a border
     assert torch.equal(starts_of_documents(positions, torch.ones_like(positions)), starts)
-    planned = planner.plan({"input_ids": ROWS, "attention_mask": RIGHT})
+    in_worker = pickle.loads(pickle.dumps(planner))  # of a loader that spawns it
+    planned = pickle.loads(
+        pickle.dumps(in_worker.plan({"input_ids": ROWS, "attention_mask": RIGHT}))
+    )
     assert planned.kept.tolist() == [*range(20), *range(20, 32)]
     full = planned.plans["full_attention"].slices
     assert full.area() == 20 * 21 // 2 + 12 * 13 // 2
