@@ -24,6 +24,7 @@ GUIDES = [
     "masks",
     "lowering",
     "transformers",
+    "trainer",
     "varlen_attn",
     "context_parallel",
     "troubleshooting",
@@ -80,8 +81,10 @@ def program_of(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_of_a_page(page, tmp_path):
-    if page.stem == "transformers":
-        pytest.importorskip("transformers")
+    for framework in {"transformers": ["transformers"], "trainer": ["accelerate"]}.get(
+        page.stem, []
+    ):
+        pytest.importorskip(framework)
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     program = tmp_path / "page.py"
     program.write_text(program_of(page))
@@ -134,6 +137,20 @@ sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
 model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), {})
 assert model(torch.arange(8)[None]).logits.isfinite().all()
 """,
+    "a `Trainer` or `SFTTrainer`, and sequences too long for one GPU": """
+import os, tempfile
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="8", MASTER_ADDR="localhost", MASTER_PORT="0")
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)  # nobody else is there
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True)
+trainer = Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), arguments)
+{}
+assert isinstance(trainer, Trainer) and trainer.get_cp_size() == 8
+assert trainer.model.config._attn_implementation == "magi"
+""",
     "`varlen_attn`, `scaled_dot_product_attention`": """
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
@@ -151,6 +168,13 @@ slices = magi_compile.AttnSlices.causal(8)
 {}
 """,
     "a sequence too long for one GPU": "{}",
+}
+NEEDED = {
+    "a Hugging Face model": ["transformers"],
+    "a `Trainer` or `SFTTrainer`, and sequences too long for one GPU": [
+        "transformers",
+        "accelerate",
+    ],
 }
 
 
@@ -175,7 +199,8 @@ def test_rows_of_the_readme():
     (first,) = re.findall("^After `(.+)`:\n\n\\| You have", readme, re.MULTILINE)
     chosen = {}
     for have, program in ROWS.items():
-        if have == "a Hugging Face model" and importlib.util.find_spec("transformers") is None:
+        needs = NEEDED.get(have, ())
+        if not all(map(importlib.util.find_spec, needs)):
             continue
         (code,) = re.findall(rf"^\| {re.escape(have)} \| `(.+?)`", readme, re.MULTILINE)
         call = {"eager code": "(q, q, q)", "a sequence too long for one GPU": ""}.get(have)

@@ -32,8 +32,12 @@ def test_bad_arguments(command, message):
 
 
 @pytest.mark.slow
-def test_context_parallel():
+@pytest.mark.parametrize("name", ["context_parallel.py", "trainer.py"])
+def test_over_two_ranks(name):
     """Losses over two ranks are those of one process."""
+    if name == "trainer.py":
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
     command = [
         sys.executable,
         "-m",
@@ -43,7 +47,7 @@ def test_context_parallel():
         "2",
     ]
     run = subprocess.run(
-        [*command, str(EXAMPLES / "context_parallel.py")],
+        [*command, str(EXAMPLES / name)],
         capture_output=True,
         text=True,
         timeout=300,

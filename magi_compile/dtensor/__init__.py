@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         context_parallel_shard,
         context_parallel_unshard,
     )
-    from magi_compile.dtensor.make_plan import plan
+    from magi_compile.dtensor.make_plan import HostPlan, plan
     from magi_compile.dtensor.planning.cost import CostModel
     from magi_compile.dtensor.planning.rank_plan import (
         ContextParallelOptions,
@@ -30,6 +30,7 @@ __all__ = [
     "ContextParallel",
     "ContextParallelOptions",
     "CostModel",
+    "HostPlan",
     "SequencePlan",
     "SpreadTokens",
     "calibrate",
@@ -47,6 +48,7 @@ _HOMES = {
     "ContextParallel": "style",
     "ContextParallelOptions": "planning.rank_plan",
     "CostModel": "planning.cost",
+    "HostPlan": "make_plan",
     "SequencePlan": "sequence_plan",
     "SpreadTokens": "spread_tokens",
     "calibrate": "tools.calibrate",

@@ -87,6 +87,7 @@ class _Said(NamedTuple):
     call: Agreement
 
 
+_CHECKSUM = struct.Struct("<q")
 _FORMAT = struct.Struct(f"<4q{len(Agreement._fields) - 2}q2d")
 
 
@@ -162,6 +163,46 @@ def _require_equal_ranks(group: dist.ProcessGroup, reduce_group: dist.ProcessGro
         )
 
 
+def checksum_of(*tensors: Tensor) -> int:
+    """A number that integer tensors of other values, or in another order, do not share. Waits for their devices."""
+    total = 0
+    for number, x in enumerate(tensors):
+        x = x.detach().flatten().to(torch.int64)
+        # Each entry is mixed with its place, as splitmix64 does; products wrap around.
+        place = torch.arange(len(x), device=x.device) + (number << 32)
+        mixed = x + (place + 1) * -7046029254386353131
+        mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
+        total ^= int((mixed ^ (mixed >> 27)).sum())
+    return total
+
+
+def require_equal_tokens(checksum: int, group: dist.ProcessGroup) -> None:
+    """Plans agree where masks do, whatever the tokens are; this compares the tokens. All ranks call it together.
+
+    Args:
+        checksum: that of this rank's batch, from `checksum_of`.
+        group: the ranks. Their hosts talk, and wait for no device.
+
+    Raises:
+        ValueError: on every rank, if the ranks have different tokens.
+        RuntimeError: if other ranks do not call it.
+    """
+    calls = _calls.setdefault(group, _Calls())
+    try:
+        arrived = _between_hosts(bytearray(_CHECKSUM.pack(checksum)), calls, group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"all ranks of `group` must take a batch together, but rank {group.rank()} has not heard of the others; "
+            f"another rank does something else, or has ended: {error}"
+        ) from error
+    every = [_CHECKSUM.unpack(x)[0] for x in arrived]
+    if different := [rank for rank, x in enumerate(every) if x != every[0]]:
+        raise ValueError(
+            f"every rank of `group` must have the same tokens, but those of ranks {different} differ from those of "
+            "rank 0; give all ranks of a group the same batches"
+        )
+
+
 def _exchange(
     mine: _Said, calls: _Calls, group: dist.ProcessGroup, device: torch.device
 ) -> list[_Said]:
@@ -172,16 +213,8 @@ def _exchange(
             "warm-up step before the capture"
         )
     *numbers, call = mine
-    said = bytearray(_FORMAT.pack(*numbers, *call))
     try:
-        if "cpu:" in dist.get_backend_config(group):
-            packed = torch.frombuffer(said, dtype=torch.uint8)
-            every = [torch.empty_like(packed) for _ in range(group.size())]
-            dist.all_gather(every, packed, group)
-            arrived = [bytes(x.tolist()) for x in every]
-        else:
-            calls.exchanges += 1
-            arrived = _exchange_by_store(bytes(said), calls.exchanges, group)
+        arrived = _between_hosts(bytearray(_FORMAT.pack(*numbers, *call)), calls, group)
     except RuntimeError as error:
         what = "backward" if mine.is_backward else "forward"
         raise RuntimeError(
@@ -191,6 +224,17 @@ def _exchange(
         ) from error
     unpacked = [_FORMAT.unpack(x) for x in arrived]
     return [_Said(x[0], x[1], x[2], x[3], Agreement(*x[4:])) for x in unpacked]
+
+
+def _between_hosts(said: bytearray, calls: _Calls, group: dist.ProcessGroup) -> list[bytes]:
+    """Messages of one length from all ranks, in their order."""
+    if "cpu:" in dist.get_backend_config(group):
+        packed = torch.frombuffer(said, dtype=torch.uint8)
+        every = [torch.empty_like(packed) for _ in range(group.size())]
+        dist.all_gather(every, packed, group)
+        return [bytes(x.tolist()) for x in every]
+    calls.exchanges += 1
+    return _exchange_by_store(bytes(said), calls.exchanges, group)
 
 
 def _exchange_by_store(said: bytes, number: int, group: dist.ProcessGroup) -> list[bytes]:

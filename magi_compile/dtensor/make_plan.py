@@ -3,7 +3,9 @@ keys and ranks."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, Union, overload
 
 import torch
@@ -13,8 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
+from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.one_thread import one_thread
-from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
+from magi_compile.dtensor.planning.rank_plan import (
+    ContextParallelOptions,
+    RankPlan,
+    plan_rank_together,
+)
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
@@ -31,6 +38,60 @@ Mask: TypeAlias = Union["BlockMask", AttnSlices, MaskMod, None]
 Lengths: TypeAlias = int | tuple[int, int] | None
 
 DEFAULTS = ContextParallelOptions()
+
+
+@dataclass(frozen=True, eq=False)
+class HostPlan:
+    """One rank's plan before it has a process group and a device. Made by `plan(..., ranks=(cp_size, rank))`.
+
+    It can be pickled, as one object without shared memory, however many tensors it holds.
+
+    Attributes:
+        slices: the mask of the whole sequence, on the CPU.
+        planned: the plan of the rank.
+        cost: the rates by which it was planned.
+        is_of_entry: whether other batch entries may have other masks.
+    """
+
+    slices: AttnSlices
+    planned: RankPlan
+    cost: CostModel
+    is_of_entry: bool
+
+    @_compat.outside_of_modes()
+    def on(self, mesh: DeviceMesh | dist.ProcessGroup) -> SequencePlan:
+        """The plan with its group and device; does not communicate.
+
+        Args:
+            mesh: as in `plan`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            TypeError: `mesh` is neither.
+            ValueError: `mesh` has another number of ranks than the plan, or this process is another one of them.
+        """
+        group, where = group_of(mesh), self.planned
+        have, want = (group.size(), group.rank()), (where.dispatch.cp_size, where.rank)
+        if have != want:
+            raise ValueError(
+                f"`mesh` must be that of `ranks`, {want[0]} ranks of which this is {want[1]}, got "
+                f"{have[0]} ranks of which this is {have[1]}"
+            )
+        return _placed([self], [None], group, _device_of(mesh))[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As bytes: workers of a DataLoader would put every tensor into a shared memory of its own.
+        parts = (self.slices, self.planned, self.cost, self.is_of_entry)
+        return _unpickled, (pickle.dumps(parts, pickle.HIGHEST_PROTOCOL),)
+
+
+def _unpickled(parts: bytes) -> HostPlan:
+    return HostPlan(*pickle.loads(parts))
+
+
+HostPlans: TypeAlias = HostPlan | list[HostPlan] | dict[str, HostPlan]
 
 
 @overload
@@ -71,6 +132,19 @@ def plan(
 ) -> dict[str, SequencePlan]: ...
 
 
+@overload
+def plan(
+    mask: Mask = None,
+    *,
+    ranks: tuple[int, int],
+    masks: Sequence[Mask] | Mapping[str, Mask] | None = None,
+    weights: Sequence[int] | Mapping[str, int] | None = None,
+    seqlen: Lengths = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+) -> HostPlans: ...
+
+
 @one_thread()
 @_compat.outside_of_modes()
 def plan(
@@ -83,6 +157,7 @@ def plan(
     options: ContextParallelOptions = DEFAULTS,
     permutation: Any = None,
     keys: Any = None,
+    ranks: tuple[int, int] | None = None,
 ) -> Any:
     """Spreads a sequence over ranks by its attention mask: equal work for each rank, and little communication.
 
@@ -109,20 +184,29 @@ def plan(
         keys: a plan whose tokens are the keys, for example that of the encoder's self-attention; keys then lie where it
             has them, and there may be as many as queries. For `masks` a list or dict like it; None, or a missing name,
             where the keys are placed here.
+        ranks: instead of `mesh`, `(cp_size, rank)`, for a process that has no process group, such as a worker of a
+            DataLoader. Gives a `HostPlan`, which can be pickled, and whose `on(mesh)` is the `SequencePlan`.
 
     Returns:
-        This rank's `SequencePlan`. For `masks`, one plan for each, in a list or dict like it; all hold the same tokens.
+        This rank's `SequencePlan`, with `ranks` its `HostPlan`. For `masks`, one plan for each, in a list or dict like
+        it; all hold the same tokens. The order of a dict does not count.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the
             mask's; `masks` have different lengths; `weights` do not fit them; `permutation` is not a permutation of the
-            sequence; `keys` are not as many as those of the mask.
+            sequence; `keys` are not as many as those of the mask; `ranks` are no rank of so many, or come with `mesh`
+            or `keys`.
         UnsupportedMaskError: slices cannot express the mask.
         NotImplementedError: batch entries have masks of their own. Of a mask_mod that reads `b`, and of a BlockMask of
             one for a single entry, attention says so where the batch has more than one.
     """
-    group, device = group_of(mesh), _device_of(mesh)
+    if ranks is None:
+        group, device = group_of(mesh), _device_of(mesh)
+        size, rank = group.size(), group.rank()
+    else:
+        group, device = None, torch.device("cpu")
+        size, rank = _ranks_of(ranks, mesh, keys)
     is_one = masks is None
     if not is_one and mask is not None:
         raise ValueError(
@@ -135,7 +219,11 @@ def plan(
     given = [mask] if is_one else masks
     if not isinstance(given, (list, tuple, Mapping)):
         raise TypeError(f"`masks` must be a list or a dict of masks, got {type(given).__name__}")
-    listed = list(given.values()) if isinstance(given, Mapping) else list(given)
+    names: Any = range(len(given))
+    if isinstance(given, Mapping):
+        names = sorted(given)  # ranks may hold them in another order
+        given = {name: given[name] for name in names}
+    listed = [given[name] for name in names]
     counts = None if weights is None else _weights_of(weights, given)
     tokens = [keys] if is_one else _keys_of(keys, given)
     for x in tokens:
@@ -146,25 +234,52 @@ def plan(
     ]
     planned = plan_rank_together(
         [x.slices for x in converted],
-        *(group.size(), group.rank()),
-        options,
+        *(size, rank, options),
         weights=counts,
         permutation=None if permutation is None else _permutation_of(permutation),
         keys=None if keys is None else [None if x is None else x.placement for x in tokens],
     )
-    spread: dict[Placement, SpreadTokens] = {}
-    made: list[SequencePlan] = []
-    for of_mask, of_rank, of_keys in zip(converted, planned, tokens, strict=True):
-        where = of_rank.dispatch.other_keys
-        if of_keys is None and where is not None:
-            if where not in spread:
-                spread[where] = SpreadTokens(where, of_rank.rank, group, device)
-            of_keys = spread[where]
-        rest = (group, device, options.cost, of_keys, of_mask.is_of_entry)
-        made.append(SequencePlan(of_mask.slices, of_rank, *rest))
+    hosts = [
+        HostPlan(of_mask.slices, of_rank, options.cost, of_mask.is_of_entry)
+        for of_mask, of_rank in zip(converted, planned, strict=True)
+    ]
+    made: list[Any] = hosts if group is None else _placed(hosts, tokens, group, device)
     if is_one:
         return made[0]
-    return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
+    if not isinstance(masks, Mapping):
+        return made
+    by_name = dict(zip(names, made, strict=True))
+    return {name: by_name[name] for name in masks}
+
+
+def _ranks_of(ranks: Any, mesh: Any, keys: Any) -> tuple[int, int]:
+    """The number of ranks, and this one."""
+    for name, x in (("mesh", mesh), ("keys", keys)):
+        if x is not None:
+            raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
+    if not isinstance(ranks, (tuple, list)) or len(ranks) != 2:
+        raise ValueError(f"`ranks` must be a pair (cp_size, rank), got {ranks!r}")
+    return ranks[0], ranks[1]
+
+
+def _placed(
+    hosts: Sequence[HostPlan],
+    tokens: Sequence[SpreadTokens | None],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[SequencePlan]:
+    """The plans with their group; keys that lie alike are one SpreadTokens."""
+    spread: dict[Placement, SpreadTokens] = {}
+    made = []
+    for host, of_keys in zip(hosts, tokens, strict=True):
+        where = host.planned.dispatch.other_keys
+        if of_keys is None and where is not None:
+            if where not in spread:
+                spread[where] = SpreadTokens(where, host.planned.rank, group, device)
+            of_keys = spread[where]
+        rest = (group, device, host.cost, of_keys, host.is_of_entry)
+        made.append(SequencePlan(host.slices, host.planned, *rest))
+    return made
 
 
 def _permutation_of(given: Any) -> Tensor:
@@ -222,8 +337,8 @@ def _keys_of(keys: Any, masks: Any) -> list[SpreadTokens | None]:
     return [keys.get(name) for name in masks]
 
 
-def _check_keys(keys: Any, group: dist.ProcessGroup) -> None:
-    if keys is None:
+def _check_keys(keys: Any, group: dist.ProcessGroup | None) -> None:
+    if keys is None or group is None:  # without a group there are none
         return
     if not isinstance(keys, SpreadTokens):
         raise TypeError(

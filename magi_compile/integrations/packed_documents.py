@@ -197,6 +197,23 @@ def documents_of_positions(
     return of_row, of_row
 
 
+def starts_of_documents(positions: Tensor, padding: Tensor | None) -> Tensor:
+    """True where a document begins: at each row, and where positions do not go up by 1, as transformers has it.
+
+    Args:
+        positions: int `[B, S]`.
+        padding: a padding mask `[B, S]` without padding, with which only positions of 0 begin documents; None for none.
+
+    Returns:
+        bool `[B, S]`.
+    """
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    if padding is not None:
+        starts[:, 1:] &= positions[:, 1:] == 0
+    return starts
+
+
 def documents_of_lists(tensors: tuple[Tensor, Tensor], sizes: tuple[int, int, int]) -> Documents:
     """A document begins at each number of `cu_seq_lens`, counted over all batch entries."""
     batch, *lengths = sizes

@@ -24,7 +24,9 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 from magi_compile._warnings import warn_once
+from magi_compile.dtensor.context.attention import attend_by
 from magi_compile.dtensor.context.positions import with_given_positions
+from magi_compile.dtensor.sequence_plan import SpreadMask
 from magi_compile.integrations.packed_documents import (
     MaskFunction,
     are_of_rows,
@@ -48,6 +50,7 @@ try:
     from transformers.masking_utils import (
         add_offsets_to_mask_function,
         and_masks,
+        create_masks_for_generate,
         flex_attention_mask,
         padding_mask_function,
         prepare_padding_mask,
@@ -60,6 +63,8 @@ except ImportError as error:
     ) from error
 
 NAME = "magi"
+# The names in `layer_types` that are attention by a mask, and by nothing else.
+KINDS_OF_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 STEP_ROWS = 16  # up to so many query rows behind a cache are a step of generation
 
 _COUNTED = frozenset(
@@ -224,7 +229,8 @@ def magi_attention(
         key: `[B, Hkv, S, D]`.
         value: `[B, Hkv, S, Dv]`.
         attention_mask: what `magi_mask` returned, any other BlockMask, or a dense mask `[B, 1 or Hq, L, S]`, bool or
-            added to the scores, with which attention runs on `scaled_dot_product_attention`.
+            added to the scores, with which attention runs on `scaled_dot_product_attention`. With the `block_mask` of a
+            `SequencePlan` attention runs over all ranks of the plan, and rows are those of this rank.
         scaling: factor of the scores; None stands for `D ** -0.5`.
         dropout: must be 0.
         **rest: other arguments of the model's forward, of which these count:
@@ -249,7 +255,8 @@ def magi_attention(
     Raises:
         TypeError: `cu_seq_lens_q` or `cu_seq_lens_k` is no tensor of int32 or int64.
         ValueError: dropout; a mask of other lengths; no mask although the layer is causal; `cu_seq_lens_q` or
-            `cu_seq_lens_k` do not fit the rows and keys, or each other.
+            `cu_seq_lens_k` do not fit the rows and keys, or each other; over ranks, `position_ids` that each rank has
+            counted by itself.
         NotImplementedError: an argument that changes the scores in a way that the kernels do not have.
         RuntimeError: the model is compiled by a backend that does not lower FlexAttention.
     """
@@ -260,6 +267,8 @@ def magi_attention(
     bias: Tensor | None = rest.get("position_bias")
     if bias is not None:
         _check_bias(bias, (batch, nheads, rows, keys))
+    if replacements() is None and isinstance(getattr(attention_mask, "mask_mod", None), SpreadMask):
+        return _attend_over_ranks(module, query, key, value, attention_mask, scaling, rest)
     is_step = rows == 1 and lists is None
     if not isinstance(attention_mask, BlockMask) and (attention_mask is not None or is_step):
         if attention_mask is not None and lists is not None:
@@ -303,6 +312,32 @@ def _with_documents(
         pair = (positions, positions if padding is None else padding)
         return within_documents(mask, pair, documents_of_positions, sizes)
     return mask  # type: ignore[no-any-return]
+
+
+def _attend_over_ranks(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None,
+    rest: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention by a mask that carries its plan; no block around the model is needed, nor where layers run again."""
+    for name in ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k"):
+        if rest.get(name) is not None:
+            raise NotImplementedError(
+                f"`{name}` must be None with the mask of a SequencePlan, which stands for the whole sequence; plan a "
+                "mask that has the documents"
+            )
+    positions: Any = rest.get("position_ids")
+    if not getattr(module, "layer_idx", 0) and are_of_rows(positions, query.shape[2]):
+        mask = with_given_positions(mask, positions, module.training)
+    softcap, s_aux = rest.get("softcap") or 0.0, rest.get("s_aux")
+    out, lse, _ = attend_by(mask.mask_mod, query, key, value, scaling, softcap)
+    if s_aux is not None:
+        out = out_with_sinks(out, lse, s_aux, heads_first=True)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _check_arguments(dropout: float, rest: dict[str, Any]) -> None:
@@ -457,6 +492,30 @@ def _attend_dense(
 
 # Dynamo calls it while it traces.
 _warn_once = torch.compiler.assume_constant_result(warn_once)
+
+
+def masks_of_layers(config: Any, positions: Tensor) -> dict[str | None, BlockMask]:
+    """The masks that transformers makes for a model, by kind of layer, as `generate` asks for them.
+
+    Args:
+        config: the text config of a model with `attn_implementation="magi"`.
+        positions: int `[1, tokens]`, on the CPU; documents begin where they do not go up by 1.
+
+    Returns:
+        The masks in alphabetical order; one of name None for a model that takes one. Raises NotImplementedError where
+        layers are no attention, or one that this package does not have.
+    """
+    tokens = torch.empty(
+        1, positions.shape[1], 1, dtype=torch.float32, device=positions.device
+    )  # for its shape
+    found = create_masks_for_generate(config, tokens, None, None, position_ids=positions)
+    masks = dict(sorted(found.items())) if isinstance(found, dict) else {None: found}
+    if others := [name for name in masks if name is not None and name not in KINDS_OF_LAYERS]:
+        raise NotImplementedError(
+            f"layers of the kinds {others} do not run over ranks, only {sorted(KINDS_OF_LAYERS)}: linear attention and "
+            "convolutions keep a state along the sequence"
+        )
+    return masks
 
 
 def _traceable_flex_attention_mask(

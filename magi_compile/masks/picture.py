@@ -86,7 +86,11 @@ def plot(
     if legend:
         kinds = sorted({item.mask_type for item in live})
         patches = [Patch(color=COLORS[kind], label=kind.name) for kind in kinds]
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.01), "ncols": max(len(kinds), 1)}
+        below: dict[str, Any] = {
+            "loc": "upper center",
+            "bbox_to_anchor": (0.5, -0.01),
+            "ncols": max(len(kinds), 1),
+        }
         ax.legend(handles=patches, **below, fontsize=7, frameon=False, handlelength=1.2)
     return ax
 

@@ -11,11 +11,11 @@ pytest.importorskip("transformers")
 
 import magi_compile
 import magi_compile.integrations.transformers
-from magi_compile.dtensor import ContextParallelOptions, context_parallel
+from magi_compile.dtensor import ContextParallelOptions, context_parallel, plan
 from tests.dtensor.support.ranks import Ranks
 from tests.integrations.models import SEQLEN, make_model, positions, tokens
 
-MIXED = ("qwen3", "gemma3", "gpt_oss")  # windows of 40 in every other layer
+MIXED = ("qwen3", "gemma2", "gemma3", "gpt_oss")  # windows of 40 in every other layer
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,48 @@ def train(group, name, compiled, around=context_parallel):
         for result in results:
             dist.all_reduce(result, group=group)
     return results
+
+
+def train_by_plans(group, name, how):
+    """The same without a context: the masks carry their plans."""
+    torch._dynamo.reset()
+    words, place, labels, mask = batch(name in MIXED)
+    model, count = make_model(name), (labels != -100).sum()
+    if how == "checkpointed":
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    quick = magi_compile.make_backend("aot_eager")
+    forward = torch.compile(model, backend=quick, fullgraph=True) if how == "compiled" else model
+    plans = plan(masks=mask if isinstance(mask, dict) else {"": mask}, mesh=group)
+    masks = {kind: x.block_mask for kind, x in plans.items()}
+    tokens_of_rank = next(iter(plans.values()))
+    words, place = (tokens_of_rank.shard(x, 1) for x in (words, place))
+    labels = tokens_of_rank.labels(labels, 1, is_shifted=True)
+    loss = forward(
+        input_ids=words,
+        position_ids=place,
+        attention_mask=masks if isinstance(mask, dict) else masks[""],
+        labels=labels,
+        shift_labels=labels,
+        num_items_in_batch=count,
+    ).loss
+    loss.backward()
+    results = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    for result in results:
+        dist.all_reduce(result, group=group)
+    return results
+
+
+def wrong_use_of_plans(group):
+    words, place, _, mask = batch(False)
+    p = plan(mask, group)
+    words, place = (p.shard(x, 1) for x in (words, place))
+    inputs = {"input_ids": words, "attention_mask": p.block_mask, "use_cache": False}
+    model = make_model("llama")
+    with pytest.raises(ValueError, match=r"`position_ids` must be given.*on every"):
+        model(**inputs)
+    lists = {"cu_seq_lens_q": torch.tensor([0, SEQLEN // 2], dtype=torch.int32)}
+    with pytest.raises(NotImplementedError, match="`cu_seq_lens_q` must be None with the mask of"):
+        model(**inputs, position_ids=place, **lists)
 
 
 def without_a_mask(group):
@@ -125,6 +167,22 @@ def test_a_step_is_that_of_one_process(run, ranks):
     ours, _ = ranks.run(train, name, how == "compiled")
     alone = train(None, name, False, lambda *_, **__: nullcontext())
     torch.testing.assert_close(ours, alone, atol=1e-4, rtol=1e-4)
+
+
+PLANNED = ["llama eager", "llama checkpointed", "gemma3 eager"]
+PLANNED += ["gemma2 compiled", "gpt_oss compiled"]
+
+
+@pytest.mark.parametrize("run", PLANNED)
+def test_masks_with_plans_need_no_context(run, ranks):
+    name, how = run.split()
+    ours, _ = ranks.run(train_by_plans, name, how)
+    alone = train(None, name, False, lambda *_, **__: nullcontext())
+    torch.testing.assert_close(ours, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_masks_with_plans_have_the_documents(ranks):
+    ranks.run(wrong_use_of_plans)
 
 
 def test_the_mask_must_be_given(ranks):

@@ -165,6 +165,13 @@ def _attend(
     return mask.plan.attend(q, k, v, meta, scale, softcap, return_max_scores=return_max_scores)
 
 
+def attend_by(
+    mask: SpreadMask, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float
+) -> AttnOutput:
+    """Attention by a mask that carries its plan, without a block around it; as `SequencePlan.attend`."""
+    return _attend(mask, mask.plan.meta[:1], q, k, v, scale, softcap)
+
+
 # What a model may call. Dynamo traces these; it does not guard the identity of objects, so nothing here asks for that.
 
 

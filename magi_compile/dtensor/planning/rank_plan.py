@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -109,6 +109,10 @@ class RankPlan:
     backward: list[Stage]
     forward_is_early: bool = False
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tensors on devices, which other processes do not have."""
+        return {**vars(self), "_packed": {}}
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
         """The plan for the ops; made once per device."""

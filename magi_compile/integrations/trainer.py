@@ -1,0 +1,561 @@
+"""Context parallelism for Hugging Face's Trainer, the trainers that inherit from it (TRL's SFTTrainer), and loops of
+accelerate's, by one line.
+
+    from magi_compile.integrations.trainer import context_parallel
+
+    context_parallel(trainer, cp_size=8)  # before trainer.train()
+
+    ranks = context_parallel(accelerator, model, cp_size=8)  # before accelerator.prepare
+    loss = model(**ranks.shard(batch)).loss
+
+The model's inputs are cut, and its masks carry their plans: see `sharded_batches`. Weights and gradients are left to
+DDP or FSDP2, over all ranks.
+
+All that touches private or undocumented names of the frameworks is in this file. Read in transformers 5.20 to 5.24,
+accelerate 1.15 and TRL 1.16:
+
+    accelerate      `Accelerator._prepare_device_mesh`   asked by `prepare_data_loader` only, which divides the ranks by
+                                                         `cp`, so that the ranks of a group get the same batches
+                    `Accelerator._prepare_cp`            would put a causal mask in place of every other, or refuse
+    transformers    `Trainer.get_cp_size`                divides the count of labels and the batch size
+                    `Trainer._prepare_context_parallel_inputs`  would cut batches as well, or refuse
+                    `Trainer._get_num_items_in_batch`    not changed, but relied upon: labels over all ranks / cp
+                    `Trainer.gather_function`            set for a loop; `evaluation_loop` puts its own back
+                    `Trainer._track_num_input_tokens`    counts on every rank
+                    `PreTrainedModel._is_stateful`, `.loss_type`, `config._attn_implementation`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from transformers import Trainer
+
+from magi_compile.dtensor.agreement import require_equal_tokens
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
+from magi_compile.integrations.sharded_batches import (
+    IGNORED,
+    MASKS,
+    PLAN,
+    BatchPlanner,
+    PlanningCollator,
+    ShardedBatch,
+    shifted_labels,
+)
+from magi_compile.integrations.transformers import NAME
+from magi_compile.masks.arguments import check_count
+
+DEFAULTS = ContextParallelOptions()
+_CAUSAL_LOSSES = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+)  # names of `loss_type` that shift labels
+
+
+def context_parallel(
+    trainer_or_accelerator: Any,
+    model: Any = None,
+    *,
+    cp_size: int | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+) -> Any:
+    """Spreads every sequence of a training over `cp_size` neighbouring ranks; losses stay those of one process.
+
+    The model's attention becomes `"magi"`. Packed and padded batches, windows and sinks run as they are. All ranks call
+    it, before `train`, `evaluate` and `accelerator.prepare`.
+
+    Args:
+        trainer_or_accelerator: a Trainer, which also gets `ContextParallelMixin` in front of its class, or an
+            Accelerator.
+        model: of transformers or PEFT, with an Accelerator; a Trainer has its own.
+        cp_size: the ranks that share a sequence, which divide the number of processes; by default that of accelerate's
+            `ParallelismConfig`.
+        options: how to spread.
+
+    Returns:
+        The trainer, or the `ContextParallelRanks` of an Accelerator.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: `cp_size` does not fit the processes or the ParallelismConfig; a setting hands other batches to the
+            ranks of a group, or counts labels of a rank only; something has been prepared already.
+        NotImplementedError: a loss or a model that does not run over ranks; the message tells what to do.
+    """
+    if isinstance(trainer_or_accelerator, Accelerator):
+        return ContextParallelRanks(trainer_or_accelerator, model, cp_size, options)
+    trainer: Any = trainer_or_accelerator
+    if not isinstance(trainer_or_accelerator, Trainer):
+        raise TypeError(
+            f"`trainer_or_accelerator` must be a Trainer or an Accelerator, got {type(trainer).__name__}"
+        )
+    if model is not None:
+        raise ValueError("`model` must be None for a Trainer, which has one, got another")
+    if getattr(trainer, "context_parallel_ranks", None) is not None:
+        raise ValueError(
+            "`trainer_or_accelerator` must not be context parallel already, got one that is"
+        )
+    _check_trainer(trainer)
+    trainer.context_parallel_ranks = ContextParallelRanks(
+        trainer.accelerator, trainer.model, cp_size, options
+    )
+    kind = type(trainer)
+    if not isinstance(trainer, ContextParallelMixin):
+        # A subclass, not a wrapper: callbacks and trainers ask for the class.
+        trainer.__class__ = type(
+            f"ContextParallel{kind.__name__}", (ContextParallelMixin, kind), {}
+        )
+    return trainer
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuses the settings whose numbers would be wrong."""
+    args = trainer.args
+    losses = [
+        x
+        for x in type(trainer).__mro__
+        if "compute_loss" in vars(x) and x.__module__.startswith("trl.")
+    ]
+    if others := [x.__name__ for x in losses if x.__name__ != "SFTTrainer"]:
+        raise NotImplementedError(
+            f"{others[0]} of TRL makes its loss of the logits of whole sequences, which are cut over ranks; only "
+            "SFTTrainer and Trainer run over ranks"
+        )
+    if args.label_smoothing_factor or trainer.compute_loss_func is not None:
+        name = "label_smoothing_factor" if args.label_smoothing_factor else "compute_loss_func"
+        raise NotImplementedError(
+            f"`{name}` makes a loss that shifts the labels of each rank by itself; leave it out, or override "
+            "`compute_loss` and take `shift_labels` from the inputs"
+        )
+    if not trainer.model_accepts_loss_kwargs:
+        raise NotImplementedError(
+            "the model's forward must take `num_items_in_batch` (**kwargs): ranks have different numbers of labels, "
+            "and a mean over ranks would be wrong; hand **kwargs on to `self.loss_function`"
+        )
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        raise NotImplementedError(
+            "`train_sampling_strategy='batch_rebalance'` gives every rank batches of its own; use 'random'"
+        )
+    if not args.average_tokens_across_devices:
+        raise ValueError(
+            "`average_tokens_across_devices` must be True to count the labels of all ranks, got False"
+        )
+    if args.eval_use_gather_object:
+        raise NotImplementedError(
+            "`eval_use_gather_object` gathers from every rank of a group; set it to False"
+        )
+
+
+class ContextParallelMixin:
+    """Context parallelism in front of a Trainer: `class MyTrainer(ContextParallelMixin, Trainer)`.
+
+    Methods of the Trainer see this rank's tokens: `compute_loss` gets `[1, tokens of this rank]`, with `shift_labels`.
+
+    Args:
+        *args: the Trainer's.
+        cp_size: as in `context_parallel`.
+        options: as in `context_parallel`.
+        **kwargs: the Trainer's.
+
+    Attributes:
+        context_parallel_ranks: the `ContextParallelRanks`.
+    """
+
+    context_parallel_ranks: ContextParallelRanks | None = None
+    _sharded: ShardedBatch | None = None  # the batch whose inputs the model had last
+    _is_checked = False
+    # Of the Trainer behind it.
+    args: Any
+    accelerator: Any
+    state: Any
+    gather_function: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        cp_size: int | None = None,
+        options: ContextParallelOptions = DEFAULTS,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        context_parallel(self, cp_size=cp_size, options=options)
+
+    def get_cp_size(self) -> int:
+        """The ranks of a group, by which the Trainer divides labels and batch sizes counted over all ranks."""
+        before: Any = super()
+        return (
+            before.get_cp_size()
+            if self.context_parallel_ranks is None
+            else self.context_parallel_ranks.cp_size
+        )  # type: ignore[no-any-return]
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The Trainer's loss of this rank's tokens, to be averaged over all ranks.
+
+        Without `num_items_in_batch` that average over the ranks of a group is the mean over their batch.
+        """
+        assert self.context_parallel_ranks is not None
+        labels = shifted_labels(inputs)
+        if num_items_in_batch is None and labels is not None:
+            num_items_in_batch = (
+                labels != IGNORED
+            ).sum() * self.context_parallel_ranks.data_parallel_size
+        self._sharded = self.context_parallel_ranks.sharded(inputs)
+        inputs = self._sharded.inputs(inputs)
+        trainer: Any = super()
+        found = trainer.compute_loss(
+            model,
+            inputs,
+            return_outputs=return_outputs,
+            num_items_in_batch=num_items_in_batch,
+            **kwargs,
+        )
+        if not self._is_checked:
+            self._is_checked = True
+            self.context_parallel_ranks.check_first(found[0] if return_outputs else found, labels)
+        return found
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """The Trainer's, with the loss of the group and the logits `[B, S, V]` of all its tokens."""
+        assert self.context_parallel_ranks is not None
+        trainer: Any = super()
+        self._sharded, local = None, inputs
+        if "labels" not in inputs:  # the model is called without compute_loss
+            self._sharded = self.context_parallel_ranks.sharded(inputs)
+            local = self._sharded.inputs(trainer._prepare_inputs(inputs))
+        loss, logits, labels = trainer.prediction_step(
+            model, local, prediction_loss_only, ignore_keys
+        )
+        if loss is not None:
+            loss = loss.clone()
+            dist.all_reduce(loss, group=self.context_parallel_ranks.group)
+            loss = loss / self.context_parallel_ranks.cp_size
+        if logits is not None:
+            logits = recursively_apply(self._unsharded, logits)
+        return loss, logits, labels
+
+    def _unsharded(self, x: Tensor) -> Tensor:
+        assert self._sharded is not None
+        rows = self._sharded.tokens.seqlen_local
+        if x.shape[:2] != (1, rows):
+            raise NotImplementedError(
+                f"predictions must be of tokens, [1, {rows}, ...] on each rank, got shape {list(x.shape)}; name such "
+                "outputs in `keys_to_ignore_at_inference` of the model's config, or set prediction_loss_only=True"
+            )
+        return self._sharded.unshard(x)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, in which each sample counts once, whatever the number of ranks that share it."""
+        assert self.context_parallel_ranks is not None
+        self.gather_function = (
+            self.context_parallel_ranks.gather_for_metrics
+        )  # the loop puts the usual one back
+        trainer: Any = super()
+        return trainer.evaluation_loop(*args, **kwargs)
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        return nullcontext, inputs
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        assert self.context_parallel_ranks is not None
+        trainer: Any = super()
+        before = self.state.num_input_tokens_seen
+        trainer._track_num_input_tokens(inputs)
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self.context_parallel_ranks.copies
+
+
+class ContextParallelRanks:
+    """The ranks that share sequences, for what an Accelerator prepares. Made by `context_parallel`.
+
+    Loaders that the Accelerator prepares from now on give all ranks of a group the same batches, with their plans.
+
+    Args:
+        accelerator: nothing must be prepared yet.
+        model: of transformers or PEFT.
+        cp_size: see `context_parallel`.
+        options: see `context_parallel`.
+
+    Attributes:
+        cp_size: the ranks of a group.
+        data_parallel_size: the groups, which have batches of their own.
+        copies: the ranks that have one batch, those of tensor parallelism included.
+        mesh: this rank's group, a mesh of one dimension.
+        group: the same as a process group.
+        planner: plans batches for this rank.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        model: Any,
+        cp_size: int | None = None,
+        options: ContextParallelOptions = DEFAULTS,
+    ):
+        base = _base_of(model)
+        _check_model(base)
+        mesh, tp_size = _mesh_of(accelerator, cp_size)
+        self.mesh, self.group, self.cp_size = mesh, mesh.get_group(), mesh.size()
+        self.copies = self.cp_size * tp_size
+        self.data_parallel_size = accelerator.num_processes // self.copies
+        self._accelerator, self._tp_size = accelerator, tp_size
+        self._cuts = 0
+        _set_attention(base)
+        self.planner = BatchPlanner(base.config, (self.cp_size, self.group.rank()), options)
+        self._has_masks = _take_masks(base)
+        _plan_in_loaders(accelerator, self.planner)
+
+    def shard(self, batch: Mapping[str, Any], num_items: Any = None) -> dict[str, Any]:
+        """The arguments of the model on this rank. All ranks of a group call it together, with the same batch.
+
+        Its loss is this rank's part: averaged over all ranks, as DDP and FSDP do with gradients, it is the mean over
+        the batches of all ranks.
+
+        Args:
+            batch: `input_ids` int `[B, S]`, and what else the model takes: `labels` (not shifted), `position_ids`,
+                `attention_mask` of padding.
+            num_items: the labels of all batches of the step, from `count`; by default those of this batch, which then
+                waits for the other ranks.
+
+        Returns:
+            A dict of tensors `[1, tokens of this rank]`, masks, and `num_items_in_batch`.
+
+        Raises:
+            ValueError: on every rank, if the ranks of the group have different tokens; what does not fit in `batch`.
+            NotImplementedError: `batch` has images, or padding between tokens.
+        """
+        inputs = self.sharded(batch).inputs(batch)
+        if "shift_labels" in inputs:
+            num_items = self.count(batch) if num_items is None else num_items
+            inputs["num_items_in_batch"] = num_items / (
+                self._accelerator.num_processes // self._tp_size
+            )
+        return inputs
+
+    def sharded(self, batch: Mapping[str, Any]) -> ShardedBatch:
+        """This rank's tokens of a batch, which also puts them together again (`unshard`). All ranks of a group call it
+        together.
+
+        Args:
+            batch: as in `shard`; one that a prepared loader made has its plan, another one is planned here, which
+                waits for its device.
+
+        Returns:
+            The tokens. Errors are those of `shard`.
+        """
+        if self._cuts and not self._has_masks[0]:
+            raise RuntimeError(_NO_MASKS)
+        self._cuts += 1
+        planned = batch.get(PLAN) or self.planner.plan(batch)
+        require_equal_tokens(planned.checksum, self.group)
+        return ShardedBatch(planned, self.mesh)
+
+    def count(self, *batches: Mapping[str, Any]) -> Tensor:
+        """The labels in these batches of all ranks, those of a group once. All ranks call it together.
+
+        Args:
+            *batches: those of this rank in one step.
+
+        Returns:
+            fp32 scalar, on the device of the Accelerator.
+        """
+        device = self._accelerator.device
+        number = torch.zeros((), dtype=torch.float32, device=device)
+        for batch in batches:
+            labels = shifted_labels(batch)
+            if labels is not None:
+                number += (labels != IGNORED).sum().to(device)
+        dist.all_reduce(number)
+        return number / self.copies
+
+    def gather_for_metrics(self, x: Any) -> Any:
+        """`Accelerator.gather_for_metrics` of one rank of each group: each sample once, without the remainder that
+        `even_batches` adds."""
+        accelerator, copies = self._accelerator, self.copies
+        gather = accelerator.gather
+
+        def first_of_each(x: Tensor) -> Tensor:
+            return x.unflatten(0, (accelerator.num_processes, -1))[::copies].flatten(0, 1)
+
+        accelerator.gather = lambda x: recursively_apply(first_of_each, gather(x))
+        try:
+            return accelerator.gather_for_metrics(x)
+        finally:
+            del accelerator.gather  # of the instance
+
+    def check_first(self, loss: Tensor, labels: Tensor | None) -> None:
+        """Raises RuntimeError, before the first step, for a model that has not taken its masks or its labels."""
+        if not self._has_masks[0]:
+            raise RuntimeError(_NO_MASKS)
+        total = loss.detach().float().abs()
+        dist.all_reduce(total, group=self.group)
+        if labels is not None and bool((labels != IGNORED).any()) and float(total) == 0:
+            raise RuntimeError(
+                "the model's loss is 0: it must count `shift_labels`, which are shifted before the sequence is cut; "
+                "hand **kwargs on to `self.loss_function`"
+            )
+
+
+_NO_MASKS = (
+    f"the model's decoder has not got the masks of the sequence: forward must hand **kwargs ({MASKS!r} among them) on "
+    "to `model.base_model`"
+)
+
+
+def _base_of(model: Any) -> Any:
+    """The model of transformers in one of PEFT, or itself."""
+    if hasattr(model, "get_base_model"):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise NotImplementedError(
+                "PEFT's prompt learning puts tokens in front of every rank's; use LoRA or another method that adds "
+                "weights"
+            )
+        model = model.get_base_model()
+    if not hasattr(model, "base_model") or not hasattr(model, "set_attn_implementation"):
+        raise TypeError(
+            f"`model` must be a model of transformers or PEFT, got {type(model).__name__}"
+        )
+    return model
+
+
+def _check_model(model: Any) -> None:
+    name, config = type(model).__name__, model.config
+    # A class of the user's may have a name that says no loss; it then has that of causal models.
+    is_causal = model.loss_type in _CAUSAL_LOSSES or (not model.loss_type and model.can_generate())
+    if getattr(config, "is_encoder_decoder", False) or not is_causal:
+        raise NotImplementedError(
+            f"`model` must be a causal language model, whose loss shifts the labels, got {name}; spread others with "
+            "magi_compile.dtensor.context_parallel in a loop of your own"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise NotImplementedError(
+            f"`model` must have attention only, got {name}, whose layers keep a state along the sequence, which does "
+            "not cross ranks"
+        )
+    if not any(
+        x.kind == Parameter.VAR_KEYWORD for x in signature(model.forward).parameters.values()
+    ):
+        raise NotImplementedError(
+            f"the forward of `model` must take **kwargs and hand them on, got {name}: its loss must take "
+            "`num_items_in_batch`, since ranks have different numbers of labels"
+        )
+
+
+def _set_attention(model: Any) -> None:
+    if model.config.get_text_config()._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+    if model.config.get_text_config()._attn_implementation != NAME:
+        raise NotImplementedError(
+            f"`model` must look up its attention by `attn_implementation`, got {type(model).__name__}, which "
+            "runs its own"
+        )
+
+
+def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int]:
+    """The mesh of this rank's group, and the ranks of tensor parallelism."""
+    kind = accelerator.distributed_type.value
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise NotImplementedError(
+            f"context parallelism runs with DDP and FSDP, got {kind}; use FSDP2"
+        )
+    if accelerator._dataloaders or accelerator._models:
+        raise ValueError(
+            "`accelerator` must have prepared nothing yet, got one that has; call context_parallel first"
+        )
+    if accelerator.dataloader_config.dispatch_batches:
+        raise ValueError(
+            "`dispatch_batches` must be False, got True: one process would hand a batch of its own to each rank of a "
+            "group"
+        )
+    accelerator.dataloader_config.dispatch_batches = (
+        False  # None stands for True with an IterableDataset
+    )
+    config, world = accelerator.parallelism_config, accelerator.num_processes
+    has_cp = config is not None and config.cp_enabled
+    if config is not None and config.sp_enabled:
+        raise ValueError(
+            f"`sp_size` of ParallelismConfig must be 1, got {config.sp_size}; use `cp_size`"
+        )
+    if cp_size is None and not has_cp:
+        raise ValueError(
+            "`cp_size` must be given, or be in accelerate's ParallelismConfig, got None"
+        )
+    if cp_size is not None:
+        check_count("cp_size", cp_size, 1)
+    if not dist.is_initialized():
+        raise ValueError(
+            "`cp_size` needs processes, as torchrun starts them, got one without a process group"
+        )
+    if has_cp:
+        if cp_size not in (None, config.cp_size):
+            raise ValueError(
+                f"`cp_size` must be that of ParallelismConfig, {config.cp_size}, got {cp_size}"
+            )
+        if config.total_size != world:
+            raise ValueError(
+                f"the sizes of ParallelismConfig must multiply to the {world} processes, got {config.total_size}; set "
+                "`dp_shard_size` too"
+            )
+        accelerator._prepare_cp = lambda *args: args
+        return accelerator.torch_device_mesh["cp"], config.tp_size
+    if config is not None and config.tp_size > 1:
+        raise ValueError(
+            f"`cp_size` must be in the ParallelismConfig that has tp_size={config.tp_size}: one mesh has both"
+        )
+    assert cp_size is not None
+    if world % cp_size:
+        raise ValueError(f"`cp_size` must divide the {world} processes, got {cp_size}")
+    sizes, names = (world // cp_size, cp_size), ("dp_replicate", "cp")
+    mesh = dist.init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
+    accelerator._prepare_device_mesh = lambda: mesh
+    return mesh["cp"], 1
+
+
+def _take_masks(model: Any) -> list[bool]:
+    """Lets the decoder have its masks from the argument `MASKS`. What is around a decoder takes an `attention_mask` for
+    one of padding: the loss of routers reads its shape, SFTTrainer counts its tokens.
+
+    Returns:
+        Whether masks have come, in a list that the forward changes; the same one for a model that has the hook already.
+    """
+    decoder = model.base_model
+    if hasattr(decoder, "_magi_has_masks"):
+        return decoder._magi_has_masks  # type: ignore[no-any-return]
+    has_masks = decoder._magi_has_masks = [False]
+
+    def hook(module: Any, args: Any, kwargs: Any) -> Any:
+        masks = kwargs.pop(MASKS, None)
+        if masks is None:
+            return args, kwargs
+        has_masks[0] = True
+        return args, {**kwargs, "attention_mask": masks}
+
+    decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    return has_masks
+
+
+def _plan_in_loaders(accelerator: Any, planner: BatchPlanner) -> None:
+    prepare = accelerator.prepare_data_loader
+
+    def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(data_loader.collate_fn, PlanningCollator):
+            data_loader.collate_fn = PlanningCollator(data_loader.collate_fn, planner)
+        return prepare(data_loader, *args, **kwargs)
+
+    accelerator.prepare_data_loader = prepare_data_loader

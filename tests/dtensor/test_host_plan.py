@@ -1,0 +1,98 @@
+"""Plans that are made without a process group, as in a DataLoader's worker, and what ranks compare."""
+
+import pickle
+
+import pytest
+import torch
+
+from magi_compile import AttnSlices
+from magi_compile.dtensor import ContextParallelOptions, HostPlan, plan
+from magi_compile.dtensor.agreement import checksum_of, require_equal_tokens
+
+S = 96
+OPTIONS = ContextParallelOptions(chunk_size=8)
+CAUSAL = AttnSlices.from_cu_seqlens([0, 40, S], causal=True)
+WINDOW = AttnSlices.from_cu_seqlens([0, 40, S], window=(9, 0))
+CROSS = AttnSlices.from_dense(torch.ones(S, 32, dtype=torch.bool).tril(-20))
+MASKS = {"full": CAUSAL, "window": WINDOW}
+
+
+def same(group):
+    """A plan that was pickled is the one that the group makes, and attends as it does."""
+    ranks = (group.size(), group.rank())
+    for masks in ({"only": CAUSAL}, MASKS, {"cross": CROSS}):
+        made = plan(masks=masks, ranks=ranks, options=OPTIONS)
+        wanted = plan(masks=masks, mesh=group, options=OPTIONS)
+        assert list(made) == list(wanted) == list(masks)
+        for name, host in pickle.loads(pickle.dumps(made)).items():
+            assert isinstance(host, HostPlan)
+            ours, theirs = host.on(group), wanted[name]
+            assert torch.equal(ours.meta, theirs.meta)
+            assert torch.equal(ours.data, theirs.data)
+            assert torch.equal(ours.positions, theirs.positions)
+            assert ours.device == theirs.device == torch.device("cpu")
+            torch.manual_seed(0)
+            q = torch.randn(ours.seqlen_local, 4, 16)
+            k = torch.randn(ours.keys.seqlen_local, 2, 16)
+            assert torch.equal(ours.attention(q, k, k), theirs.attention(q, k, k))
+
+
+def other_order(group):
+    """Ranks that hold the masks in another order plan alike."""
+    names = ["full", "window"] if group.rank() else ["window", "full"]
+    weights = {"window": 5, "full": 1}
+    plans = plan(masks={x: MASKS[x] for x in names}, weights=weights, mesh=group, options=OPTIONS)
+    assert list(plans) == names
+    x = torch.randn(plans["full"].seqlen_local, 2, 16)
+    assert plans["full"].attention(x, x, x).isfinite().all()
+
+
+def wrong_mesh(group):
+    host = plan(CAUSAL, ranks=(group.size(), 1 - group.rank()), options=OPTIONS)
+    with pytest.raises(ValueError, match="must be that of `ranks`, 2 ranks of which this is"):
+        host.on(group)
+    with pytest.raises(TypeError, match="`mesh` must be a DeviceMesh or a process group"):
+        host.on("cp")
+
+
+def tokens(group, differs):
+    x = torch.arange(50)
+    if differs:
+        x[7] += group.rank()
+    require_equal_tokens(checksum_of(x, x), group)
+
+
+@pytest.mark.parametrize("program", [same, other_order, wrong_mesh])
+def test_on_two_ranks(program, ranks_of):
+    ranks_of(2).run(program)
+
+
+def test_tokens_are_compared(ranks_of):
+    ranks_of(2).run(tokens, False)
+    message = r"same tokens, but those of ranks \[1\] differ from those of rank 0"
+    with pytest.raises(AssertionError, match=message) as error:
+        ranks_of(2).run(tokens, True)
+    assert str(error.value).count("differ from those of rank 0") >= 2  # on every rank
+
+
+def test_checksum():
+    x = torch.arange(10)
+    others = [(x + 1,), (x.flip(0),), (x, x), (x[:9],), (x, x + 1), (x + 1, x)]
+    sums = [checksum_of(*given) for given in [(x,), *others]]
+    assert len(set(sums)) == len(sums)
+    assert checksum_of(x.int().reshape(2, 5)) == checksum_of(x)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"ranks": (2, 0), "mesh": "cp"}, ValueError, "`mesh` must be None where `ranks`"),
+        ({"ranks": (2, 0), "keys": "cp"}, ValueError, "`keys` must be None where `ranks`"),
+        ({"ranks": 2}, ValueError, "`ranks` must be a pair"),
+        ({"ranks": (2, 2)}, ValueError, r"`rank` must be in \[0, cp_size = 2\)"),
+        ({}, TypeError, "`mesh` must be a DeviceMesh"),
+    ],
+)
+def test_wrong_arguments(given, error, message):
+    with pytest.raises(error, match=message):
+        plan(CAUSAL, **given)
