@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from magi_compile.dtensor.entries import packed
 from magi_compile.dtensor.execution import Execution, MergedStage, routes_of
 from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.overlap import EarlyKernel
@@ -22,9 +23,9 @@ from magi_compile.kernels.plan import Plan
 def forward(
     q: Tensor, k: Tensor, v: Tensor, execution: Execution, max_scores: Tensor | None = None
 ) -> ForwardOutput:
-    """This rank's rows of the attention; all ranks of the group call it together.
-    `max_scores` as in `Kernel.forward`."""
-    plan, kernel, problem, collective, group, _ = execution
+    """This rank's rows of the attention; all ranks of the group call it together. `q` and what comes out are packed by
+    entries as `execution.split` says, k and v are not. `max_scores` as in `Kernel.forward`."""
+    plan, kernel, problem, collective, group, _, split, _ = execution
     if plan.merged is not None:
         return _forward_merged(q, k, v, plan.merged, execution, max_scores)
     partial_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -40,11 +41,13 @@ def forward(
             cast = next(casts, None)  # the next one travels while this stage is computed
         if stage.is_empty:
             continue
-        k_stage, v_stage = keys
+        k_stage, v_stage = (packed(x, split.keys) for x in keys)
+        kernel_plan = stage.kernel_plan(kernel, problem, split)
         result = kernel.forward(
-            *(q, k_stage, v_stage, stage.slices, stage.kernel_plan(kernel, problem), problem),
+            *(q, k_stage, v_stage, stage.slices_of(split), kernel_plan, problem),
             prior=result,
             out_dtype=q.dtype if i == last else partial_dtype,
+            score=execution.score(stage),
             max_scores=max_scores,
         )
     if result is not None:
@@ -62,11 +65,11 @@ def _forward_merged(
     max_scores: Tensor | None,
 ) -> ForwardOutput:
     """Attention over local and remote keys in one call, which begins with the local ones if the kernel can."""
-    _, kernel, problem, collective, group, _ = execution
+    _, kernel, problem, collective, group, _, split, _ = execution
     # What can fail does so before rows are on their way.
     early_plan = stage.early_plan(kernel, problem)
     both = stage.side_by_side if early_plan is None else None
-    kernel_plan = both.kernel_plan(kernel, problem) if both else Plan()
+    kernel_plan = both.kernel_plan(kernel, problem, split) if both else Plan()
     casts = collective.casts((k, v), [stage.route], group)
     cast = next(casts)
     if both is None:
@@ -82,9 +85,12 @@ def _forward_merged(
             steps.main()
         result = steps.finish()
     else:
-        k_all, v_all = (torch.cat(pair) for pair in zip((k, v), cast.wait(), strict=True))
+        pairs = zip((k, v), cast.wait(), strict=True)
+        k_all, v_all = (packed(torch.cat(pair), split.keys) for pair in pairs)
         result = kernel.forward(
-            *(q, k_all, v_all, both.slices, kernel_plan, problem), max_scores=max_scores
+            *(q, k_all, v_all, both.slices_of(split), kernel_plan, problem),
+            score=execution.score(stage.local, stage.remote),
+            max_scores=max_scores,
         )
     assert next(casts, None) is None
     return result

@@ -4,7 +4,7 @@ keys and ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, overload
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_count
-from magi_compile.masks.block_mask import Converted, convert_block_mask, convert_mask_mod
+from magi_compile.masks.block_mask import Converted, convert_mask_mod, convert_whole_block_mask
 from magi_compile.ops.validation import check_list
 
 if TYPE_CHECKING:
@@ -95,8 +96,9 @@ def plan(
     spread too: `SequencePlan.keys`. Every rank holds equally many, as far as possible those that its queries see.
 
     Args:
-        mask: the mask of the whole sequence, shared by all batch entries: a BlockMask for one batch entry and all heads
-            (PyTorch's or that of `magi_compile.create_block_mask`), `AttnSlices`, or a mask_mod. None is causal.
+        mask: the mask of the whole sequence: a BlockMask (PyTorch's or that of `magi_compile.create_block_mask`),
+            `AttnSlices`, or a mask_mod. None is causal. Where batch entries or heads have masks of their own, a
+            BlockMask that is made for as many.
         mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group.
         masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed
             once, so that each rank has the same total work.
@@ -118,9 +120,8 @@ def plan(
         ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the
             mask's; `masks` have different lengths; `weights` do not fit them; `permutation` is not a permutation of the
             sequence; `keys` are not as many as those of the mask.
-        UnsupportedMaskError: slices cannot express the mask.
-        NotImplementedError: batch entries have masks of their own. Of a mask_mod that reads `b`, and of a BlockMask of
-            one for a single entry, attention says so where the batch has more than one.
+        UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, for example.
+        MaskDataError: the mask_mod looks up what a captured tensor does not have, or block lists contradict it.
     """
     group, device = group_of(mesh), _device_of(mesh)
     is_one = masks is None
@@ -160,7 +161,7 @@ def plan(
             if where not in spread:
                 spread[where] = SpreadTokens(where, of_rank.rank, group, device)
             of_keys = spread[where]
-        rest = (group, device, options.cost, of_keys, of_mask.is_of_entry)
+        rest = (group, device, options.cost, of_keys, of_mask.of_unknown)
         made.append(SequencePlan(of_mask.slices, of_rank, *rest))
     if is_one:
         return made[0]
@@ -249,8 +250,19 @@ def _lengths_of(seqlen: Any, keys: SpreadTokens | None) -> tuple[int, int] | Non
     return pair[0], pair[1]
 
 
-def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> Converted:
-    """The slices of `mask` on the CPU, of the first batch entry."""
+class _Given(NamedTuple):
+    """A mask that was read: slices on the CPU, or a cover.
+
+    Attributes:
+        slices: what it shows.
+        of_unknown: the indices that it depends on, b or h, of which it does not say how many there are.
+    """
+
+    slices: AttnSlices
+    of_unknown: str = ""
+
+
+def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> _Given:
     from torch.nn.attention.flex_attention import BlockMask
 
     if isinstance(mask, BlockMask):
@@ -258,15 +270,12 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
             raise ValueError(
                 "`mask` must cover the whole sequence, got the mask of a plan; pass the original mask"
             )
-        if mask.shape[0] != 1:
-            raise NotImplementedError(
-                "`mask` must be made for one batch entry, which all entries share, got "
-                f"{mask.shape[0]}; pack entries with "
-                "masks of their own into one sequence, as documents"
-            )
-        found = convert_block_mask(mask)
+        of_mask = convert_whole_block_mask(mask)
+        nheads = mask.shape[1] if of_mask.is_by_head else 1
+        entries = Entries(of_mask.batch, nheads)
+        found = _given(of_mask, entries)
     elif isinstance(mask, AttnSlices):
-        found = Converted(mask, None)
+        found = _Given(mask.to("cpu"))
     elif mask is not None and not callable(mask):
         raise TypeError(
             f"`mask` must be a BlockMask, AttnSlices, a mask_mod or None, got {type(mask).__name__}"
@@ -281,15 +290,21 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
             raise ValueError(
                 f"`mask` must be given for {seqlen[0]} queries and {seqlen[1]} keys, got None (causal)"
             )
-        found = Converted(AttnSlices.causal(seqlen[0]), None)
+        found = _Given(AttnSlices.causal(seqlen[0]))
     else:
-        found = convert_mask_mod(mask, *seqlen, device)
+        found = _given(convert_mask_mod(mask, *seqlen, device), ONE_ENTRY)
     slices = found.slices
     lengths = (slices.seqlen_q, slices.seqlen_k)
     if seqlen is not None and lengths != seqlen:
         wanted, got = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
         raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {got}")
-    return found._replace(slices=slices.to("cpu"))
+    return found
+
+
+def _given(of_mask: Converted, entries: Entries) -> _Given:
+    unknown = "b" if of_mask.is_of_entry and entries.batch == 1 else ""
+    unknown += "h" if of_mask.is_of_head and entries.heads == 1 else ""
+    return _Given(Cover.of(of_mask.slices, entries), unknown)
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:

@@ -66,9 +66,9 @@ class RankRows:
         shifts = dispatch.shift_of_chunk(), keys.shift_of_chunk()
         return RankRows(dispatch, rank, *shifts, needs, chunk, pick(keys.rank_of_chunk(), chunk))
 
-    def rects_of(self, rank: int) -> tuple[Rects, Tensor]:
+    def rects_of(self, rank: int) -> tuple[Rects, Tensor, Tensor]:
         """The mask of the rows of `rank`: rects in coordinates of the sequence that have a key in every row, and
-        local row minus row of each."""
+        local row minus row of each, and the number of the slice that it is a part of."""
         table = self.dispatch.table
         index = (pick(self.rank_of_chunk, table.needs.owner) == rank).nonzero().flatten()
         rects, chunk = table.rects.select(index), pick(table.needs.owner, index)
@@ -78,7 +78,7 @@ class RankRows:
         is_apart = (chunk[1:] != chunk[:-1] + 1) | (shift[1:] != shift[:-1])
         first, last = group((whole[1:] != whole[:-1]) | is_apart, len(index))
         joined = rects.select(first)._replace(row_end=pick(rects.row_end, last))
-        return joined, pick(shift, first)
+        return joined, pick(shift, first), pick(whole, first)
 
 
 class Transfer(NamedTuple):
@@ -99,11 +99,23 @@ class Transfer(NamedTuple):
         return sum(self.recv_counts)
 
 
+class Pieces(NamedTuple):
+    """Where the slices of a stage come from, int64 `[num_slices]` each."""
+
+    whole: Tensor  # the number of the slice of the mask that each is a piece of
+    row: Tensor  # its first row, in the sequence
+    key: Tensor  # its first key, in the sequence
+
+
 class Stage(NamedTuple):
     """One attention call of one rank: its local rows against the keys of a buffer, or its own keys in place."""
 
     slices: AttnSlices
     transfer: Transfer | None  # None: the keys are the rank's own, in place
+    pieces: Pieces | None = None  # those of `slices`, as long as a plan is made
+    entry: Tensor | None = (
+        None  # int32 `[num_slices]`, whose they are where entries have masks of their own (`cover`)
+    )
 
 
 class MovingRows(NamedTuple):
@@ -169,7 +181,9 @@ class CommPlan:
         slices, transfers = self._slices(rank, mine), self._transfers(mine, theirs)
         return [
             [
-                Stage(slices[i], None if degree > 0 and i == first else transfers[i])
+                Stage(
+                    slices[i][0], None if degree > 0 and i == first else transfers[i], slices[i][1]
+                )
                 for i in range(first, first + buffers.num_stages)
             ]
             for degree, first, buffers in self._first_stages()
@@ -235,7 +249,7 @@ class CommPlan:
             for i, peak in enumerate(peaks)
         ]
 
-    def _slices(self, rank: int, mine: MovingRows) -> list[AttnSlices]:
+    def _slices(self, rank: int, mine: MovingRows) -> list[tuple[AttnSlices, Pieces]]:
         """The rank's rows against the keys of each stage, all stages in one pass."""
         where, num_stages = self.rows.dispatch, self.num_stages
         total, seqlen_q = where.keys.total_padded, where.seqlen_local
@@ -256,7 +270,7 @@ class CommPlan:
             Ranges(pick(stage, first), pick(lo, first), pick(hi, last)),
             pick(key_row - lo, first),
         )
-        rects, row_shift = self.rows.rects_of(rank)
+        rects, row_shift, whole = self.rows.rects_of(rank)
         # Every rect against the keys of every stage.
         num_rects = len(row_shift)
         first_key, last_key = rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1]
@@ -271,17 +285,19 @@ class CommPlan:
         order = pick(keys.owner, pick(key, which)).argsort(stable=True)
         live, which = pick(live, order), pick(which, order)
         rect, key = pick(rect, which), pick(key, which)
-        q_ranges, k_ranges, mask_types = straight.select(live).to_ranges()
+        straight = straight.select(live)
+        q_ranges, k_ranges, mask_types = straight.to_ranges()
         local = (
             q_ranges + pick(row_shift, rect).int()[:, None],
             k_ranges + pick(key_shift, key).int()[:, None],
             mask_types,
+            *(pick(whole, rect), straight.row_begin, straight.col_begin),
         )
         sizes = torch.bincount(pick(keys.owner, key), minlength=num_stages).tolist()
         tables = zip(*(x.split(sizes) for x in local), seqlens_k, strict=True)
         return [
-            AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k)
-            for q, k, types, seqlen_k in tables
+            (AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k), Pieces(*pieces))
+            for q, k, types, *pieces, seqlen_k in tables
         ]
 
 
