@@ -121,11 +121,11 @@ def context_parallel_attention(
                 f"`softcap` must be 0.0 beside a `score_mod`, which has it, got {softcap}"
             )
         if torch.compiler.is_compiling():
-            out, lse, max_scores = attention_in_graph(
+            found = attention_in_graph(
                 *(q, k, v, plan, softmax_scale, score_mod, chosen, batch_entries, list(share)),
                 return_max_scores=return_max_scores,
             )
-            return AttnOutput(out, lse, max_scores if return_max_scores else None)
+            return AttnOutput(*found)
         factors, scored = read_score_mod(score_mod, q.device)
         softmax_scale, softcap = softmax_scale * factors.scale, factors.softcap
     if scored is not None or share or return_max_scores:

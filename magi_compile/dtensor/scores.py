@@ -104,7 +104,7 @@ def attention_in_graph(
     share: list[int],
     *,
     return_max_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The attention as a call of FlexAttention that the lowering replaces.
 
     Args:
@@ -120,7 +120,7 @@ def attention_in_graph(
         return_max_scores: whether the largest scores are asked for.
 
     Returns:
-        out, lse and largest scores, as `magi::cp_attention` has them.
+        out, lse and, if they are asked for, the largest scores, as `magi::cp_attention` has them.
 
     Raises:
         NotImplementedError: the graph is for a backend that does not lower FlexAttention.
@@ -140,5 +140,6 @@ def attention_in_graph(
     options = {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": return_max_scores}
     placed = _placed(score_mod, at_queries, at_keys)
     out, *of_rows = _FLEX(*by_entry, placed, mask.as_tuple(), softmax_scale, options)
-    lse, max_scores = (x.flatten(0, 1) * math.log(2) for x in of_rows)
-    return out.permute(2, 0, 1, 3).flatten(1, 2), lse, max_scores
+    number = 2 if return_max_scores else 1
+    lse, *others = [x.flatten(0, 1) * math.log(2) for x in of_rows[:number]]  # in base 2
+    return out.permute(2, 0, 1, 3).flatten(1, 2), lse, others[0] if others else None
