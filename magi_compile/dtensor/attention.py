@@ -15,6 +15,7 @@ from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.scores import attention_in_graph, read_score_mod
 from magi_compile.dtensor.transport.collectives import check_collective
 from magi_compile.masks.arguments import check_count, check_flag
+from magi_compile.ops.arguments import short
 from magi_compile.ops.attention import AttnOutput
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -130,7 +131,7 @@ def context_parallel_attention(
         softmax_scale, softcap = softmax_scale * factors.scale, factors.softcap
     if scored is not None or share or return_max_scores:
         of_score = (None, None, "", None) if scored is None else scored
-        rest = (batch_entries, *of_score, list(share), return_max_scores)
+        rest = short((batch_entries, return_max_scores, *of_score, list(share)), 1)
     out, lse, max_scores = torch.ops.magi.cp_attention(
         *(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen), *rest
     )

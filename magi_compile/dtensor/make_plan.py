@@ -271,9 +271,8 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
                 "`mask` must cover the whole sequence, got the mask of a plan; pass the original mask"
             )
         of_mask = convert_whole_block_mask(mask)
-        nheads = mask.shape[1] if of_mask.is_by_head else 1
-        entries = Entries(of_mask.batch, nheads)
-        found = _given(of_mask, entries)
+        nheads = mask.kv_indices.shape[-3] if of_mask.is_by_head else 1
+        found = _given(of_mask, Entries(of_mask.batch, nheads))
     elif isinstance(mask, AttnSlices):
         found = _Given(mask.to("cpu"))
     elif mask is not None and not callable(mask):

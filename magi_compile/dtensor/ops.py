@@ -55,7 +55,7 @@ _lib = torch.library.Library("magi", "FRAGMENT")
 
 
 class _Options(NamedTuple):
-    """The arguments of both ops behind their tensors, in the order of `_OPTIONS`.
+    """The arguments of both ops behind their tensors, in the order of the forward's schema.
 
     Attributes:
         meta: of the plan.
@@ -67,12 +67,12 @@ class _Options(NamedTuple):
         group_name: of the ranks.
         reduce_group_name: of the same ranks, for gradients.
         batch_entries: how many are among the heads.
+        return_max_scores: whether the largest score of each row is asked for; no argument of the backward.
         tables: the tensors that the score program captures.
         symbols: the ints that it captures.
         score: the text of the score program; "" for none.
         places: see `Scoring`; empty without a score program.
         share: see `Split.of`.
-        return_max_scores: whether the largest score of each row is asked for; no argument of the backward.
         wanted: the numbers of the captured tensors whose gradients are asked for; no argument of the forward.
     """
 
@@ -85,20 +85,23 @@ class _Options(NamedTuple):
     group_name: str
     reduce_group_name: str
     batch_entries: int = 1
+    return_max_scores: bool = False
     tables: Sequence[Tensor] | None = None
     symbols: Sequence[int] | None = None
     score: str = ""
     places: Sequence[int] | None = None
     share: Sequence[int] | None = None
-    return_max_scores: bool = False
-    wanted: Sequence[int] = ()
+    wanted: Sequence[int] | None = None
 
     @classmethod
     def of_backward(cls, *arguments: Any) -> _Options:
         """Those of a backward."""
-        number = len(cls._fields) - 2
-        wanted = arguments[number] if len(arguments) > number else ()
-        return cls(*arguments[:number])._replace(wanted=wanted or ())
+        front, rest = arguments[:_MAX_SCORES], arguments[_MAX_SCORES:]
+        return cls(*front, *((False, *rest) if rest else ()))
+
+    def for_backward(self) -> tuple[Any, ...]:
+        """These arguments as those of a backward, without the last ones that say nothing."""
+        return short((*self[:_MAX_SCORES], *self[_MAX_SCORES + 1 :]), _MAX_SCORES)
 
     def scaled(self, q: Tensor) -> Scaled:
         # A score program tells the sign of a score: the scale stays with it.
@@ -153,6 +156,9 @@ class _Options(NamedTuple):
         return scoring, ScoreNeeds(program, dtypes, ranks, bool(self.wanted))
 
 
+_MAX_SCORES = _Options._fields.index("return_max_scores")
+
+
 def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     options = _Options(*rest)
     scaled = options.scaled(q)
@@ -191,7 +197,7 @@ def _cp_ffa_bwd(
     options = _Options.of_backward(*others)
     scaled = options.scaled(q)
     execution = options.execution(scaled, k, v, is_backward=True)
-    tables, wanted = options.tables or (), options.wanted
+    tables, wanted = options.tables or (), options.wanted or ()
     sums = new_sums(tables, wanted, q)
     if execution.scoring is not None:
         parts = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
@@ -208,21 +214,24 @@ def _cp_ffa_bwd_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, *others = rest
     options = _Options.of_backward(*others)
-    sums = new_sums(options.tables or (), options.wanted, q)
+    sums = new_sums(options.tables or (), options.wanted or (), q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sums
 
 
 _OPTIONS = (
     "Tensor meta, Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
-    "str reduce_group_name, SymInt batch_entries=1, Tensor[]? tables=None, SymInt[]? symbols=None, str score='', "
-    "int[]? places=None, SymInt[]? share=None"
+    "str reduce_group_name, SymInt batch_entries=1"
 )
-_FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool return_max_scores=False) -> (Tensor, Tensor, Tensor)"
+_MORE_OPTIONS = "Tensor[]? tables=None, SymInt[]? symbols=None, str score='', int[]? places=None, SymInt[]? share=None"
+_FWD = (
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool return_max_scores=False, {_MORE_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor)"
+)
 define(_lib, f"cp_ffa_fwd{_FWD}", _cp_ffa_fwd, _cp_ffa_fwd_fake)
 define(
     _lib,
     "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, int[] wanted=[]) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}, {_MORE_OPTIONS}, int[] wanted=[]) -> (Tensor, Tensor, Tensor, Tensor)",
     _cp_ffa_bwd,
     _cp_ffa_bwd_fake,
 )
@@ -239,9 +248,7 @@ class _Attention(torch.autograd.Function):
         options = _Options(*rest)
         out, lse, max_scores = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, options.meta, options.data, *tables)
-        # But for the tensors, which are those that were saved, and for what is no argument of the backward.
-        ctx.options = options._replace(tables=None)[2:_COMMON]
-        ctx.score = options.score
+        ctx.options = options._replace(meta=None, data=None, tables=None)  # which are saved
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
@@ -254,15 +261,12 @@ class _Attention(torch.autograd.Function):
         # Even without a gradient of its own a rank takes part, because the others wait for it.
         if dout is None:
             dout = torch.zeros_like(out)
-        wanted = []
-        if ctx.score:
-            can_have = ScoreProgram.parse(ctx.score).differentiable_tables
+        options, wanted = ctx.options._replace(meta=meta, data=data, tables=tables), []
+        if options.score:
+            can_have = ScoreProgram.parse(options.score).differentiable_tables
             wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
-        options = _Options(meta, data, *ctx.options)
-        if tables:
-            options = options._replace(tables=tables)
         arguments = (dout, dlse, q, k, v, out, lse)
-        given = short((*options[:_COMMON], wanted), _REQUIRED)
+        given = options._replace(wanted=wanted).for_backward()
         op = torch.ops.magi.cp_ffa_bwd.default
         dq, dk, dv, sums = gradients(op, *arguments, *given)
         if not tables:
@@ -276,8 +280,6 @@ class _Attention(torch.autograd.Function):
         return (None, dq, dk, dv, *of_tables)
 
 
-_REQUIRED = 8  # arguments behind the tensors that have no default
-_COMMON = len(_Options._fields) - 2  # arguments of both ops
 _TABLES = _Options._fields.index("tables")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.lowering.across_ranks import OverRanks, require_lowering
+from magi_compile.lowering.across_ranks import REFUSAL, OverRanks, is_lowered
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.score.program import UnsupportedScoreModError
@@ -58,8 +58,7 @@ def read_score_mod(
     except UnsupportedScoreModError:
         pass
     at_queries, at_keys = _stand_ins(device)
-    with _compat.outside_of_modes():
-        program, tables = trace_score_program(_placed(score_mod, at_queries, at_keys), device)
+    program, tables = trace_score_program(_placed(score_mod, at_queries, at_keys), device)
     numbers = {id(x): i for i, x in enumerate(tables)}
     places = [numbers.get(id(x), -1) for x in (at_queries, at_keys)]
     return ScoreMod(), ScoreArguments(tables, [], program.text, places)
@@ -125,7 +124,8 @@ def attention_in_graph(
     Raises:
         NotImplementedError: the graph is for a backend that does not lower FlexAttention.
     """
-    require_lowering()
+    if not is_lowered():
+        raise NotImplementedError(REFUSAL)
     kernel, collective, group, reduce_group = chosen
     at_queries, at_keys = _stand_ins(q.device)
     named = OverRanks(

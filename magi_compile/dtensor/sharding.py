@@ -17,7 +17,7 @@ from magi_compile import _compat
 from magi_compile.ops.sharding import heads_divide, of_backward
 
 # Among the arguments behind q, k, v, meta and data.
-_GROUP, _TABLES, _MAX_SCORES = 4, 7, 12
+_GROUP, _MAX_SCORES = 4, 7
 
 
 @cache
@@ -30,7 +30,7 @@ def register_rules() -> None:
     first: Any = Shard(0)
     second: Any = Shard(1)
 
-    def of_rows(k: Any, options: Any) -> list[Any]:
+    def of_rows(k: Any, options: Any, tables: Any) -> list[Any]:
         """Placements of rows and of lse: tokens, or heads, or all of them."""
         # Equal meshes may have groups of other names.
         ranks = dist.get_process_group_ranks(_compat.resolve_process_group(options[_GROUP]))
@@ -39,30 +39,32 @@ def register_rules() -> None:
         if others != [ranks]:
             found.append((replicated, replicated))
             # A score_mod tells heads apart: a shard of them would have other numbers.
-            if heads_divide(k) and not tables_of(options):
+            if heads_divide(k) and not tables:
                 found.append((second, first))
         return found
 
-    def tables_of(options: Any) -> Any:
+    def tables_of(options: Any, at: int) -> Any:
         # DTensor leaves out what has its default.
-        return (options[_TABLES] if len(options) > _TABLES else None) or ()
+        return (options[at] if len(options) > at else None) or ()
 
     def forward(q: Any, k: Any, v: Any, meta: Any, data: Any, *options: Any) -> list[Any]:
-        rest = [replicated] * (2 + len(tables_of(options)))
+        tables = tables_of(options, _MAX_SCORES + 1)
+        rest = [replicated] * (2 + len(tables))
         has_max_scores = len(options) > _MAX_SCORES and options[_MAX_SCORES]
         return [
             ([rows, lse, lse if has_max_scores else replicated], [rows, rows, rows, *rest])
-            for rows, lse in of_rows(k, options)
+            for rows, lse in of_rows(k, options, tables)
         ]
 
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
     ) -> list[Any]:
         _, _, *options = others
-        rest = [replicated] * (2 + len(tables_of(options)))
+        tables = tables_of(options, _MAX_SCORES)  # which is no argument of it
+        rest = [replicated] * (2 + len(tables))
         return [
             ([*[rows] * 3, replicated], of_backward(dlse, rows, of_lse) + rest)
-            for rows, of_lse in of_rows(k, options)
+            for rows, of_lse in of_rows(k, options, tables)
         ]
 
     ops: Any = torch.ops.magi

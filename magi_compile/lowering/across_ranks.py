@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from magi_compile import _compat
+from magi_compile.lowering import regions
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall
 from magi_compile.lowering.report import Decision, LoweringRefusedError
@@ -54,14 +54,15 @@ ACROSS_RANKS = (
     "attention across ranks"  # in a report, in place of a kernel, which is chosen when it runs
 )
 
-_REFUSAL = (
-    "attention across ranks with a score_mod runs in eager code and in what backend='magi' or "
-    "magi_compile.enable() compiles, and was reached by another compiler"
+REFUSAL = (
+    "`score_mod` must be None in code compiled for another backend than 'magi' across ranks; compile it with "
+    "backend='magi' or after magi_compile.enable(), or for a scale or a soft-cap call SequencePlan.attention(q, k, v, "
+    "scale=..., softcap=...)"
 )
 
 
 def _mask_over_ranks(*_: Any) -> Tensor:
-    raise RuntimeError(_REFUSAL)
+    raise RuntimeError(REFUSAL)
 
 
 _lib = torch.library.Library("magi", "FRAGMENT")
@@ -125,7 +126,7 @@ def emit_across_ranks(
         torch.ops.magi.cp_attention.default,
         *(*rows, plan.meta, plan.data, scale, scores.factors.softcap),
         *(plan.kernel, plan.collective, plan.group_name, plan.reduce_group_name),
-        *(batch, tables, symbols, text, places, list(plan.share), has_max_scores),
+        *(batch, has_max_scores, tables, symbols, text, places, list(plan.share)),
     )
     out = emit.call(operator.getitem, result, 0)
     out = emit.call(torch.reshape, out, (seqlen, batch, nheads, int(value_of(out).shape[2])))
@@ -148,7 +149,9 @@ def _decision_on(call: FlexCall, scores: Scores) -> Decision:
         tuple(s if isinstance(s, int) else str(s) for s in value_of(node).shape)
         for node in (call.q, call.k)
     )
+    # As it was written: of the indices of the whole sequence.
     score = str(scores.program or "")
+    score = score.replace("at_queries[q]", "q").replace("at_keys[kv]", "kv")
     kernel = None if scores.reasons else ACROSS_RANKS
     notes = ("SequencePlan.explain() shows mask, balance and communication",)
     return Decision(
@@ -157,9 +160,6 @@ def _decision_on(call: FlexCall, scores: Scores) -> Decision:
 
 
 @torch.compiler.assume_constant_result
-def require_lowering() -> None:
-    """Raises NotImplementedError where Dynamo traces for a backend that does not lower what it traces."""
-    from magi_compile.lowering import regions
-
-    if not regions.lowers_what_is_traced():
-        raise _compat.as_user_error(NotImplementedError(f"`score_mod`: {_REFUSAL}"))
+def is_lowered() -> bool:
+    """True if Dynamo traces for a backend that lowers what it traces."""
+    return regions.lowers_what_is_traced()
