@@ -64,13 +64,17 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
             home.send(route, dk, dv)  # while dq is completed, and during the next stage
             dq_shares.append(steps.finish())
         else:
-            k_stage, v_stage = (packed(x, split.keys) for x in keys)
+            k_stage, v_stage = keys
+            if split is not WHOLE:
+                k_stage, v_stage = (packed(x, split.keys) for x in keys)
             of_stage = Saved(q, k_stage, v_stage, out, lse)
             dq, dk, dv = kernel.backward(
                 *(grads, of_stage, stage.slices_of(split), kernel_plan, problem),
                 score=execution.score(stage),
             )
-            home.send(route, unpacked(dk, split.keys), unpacked(dv, split.keys))
+            if split is not WHOLE:
+                dk, dv = (unpacked(x, split.keys) for x in (dk, dv))
+            home.send(route, dk, dv)
             dq_shares.append(dq)
     # Before the wait for the last reduce, because it hides a little of it.
     dq = sum_partials(dq_shares) if dq_shares else q.new_zeros(q.shape)

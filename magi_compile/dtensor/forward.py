@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.entries import packed
+from magi_compile.dtensor.entries import WHOLE, packed
 from magi_compile.dtensor.execution import Execution, MergedStage, routes_of
 from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.overlap import EarlyKernel
@@ -41,7 +41,9 @@ def forward(
             cast = next(casts, None)  # the next one travels while this stage is computed
         if stage.is_empty:
             continue
-        k_stage, v_stage = (packed(x, split.keys) for x in keys)
+        k_stage, v_stage = keys
+        if split is not WHOLE:
+            k_stage, v_stage = (packed(x, split.keys) for x in keys)
         kernel_plan = stage.kernel_plan(kernel, problem, split)
         result = kernel.forward(
             *(q, k_stage, v_stage, stage.slices_of(split), kernel_plan, problem),

@@ -37,7 +37,6 @@ from magi_compile.dtensor.sharding import register_rules
 from magi_compile.dtensor.transport.collectives import select as select_collective
 from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved, new_max_scores
 from magi_compile.kernels.select import ScoreNeeds, problem_of, select
-from magi_compile.ops.arguments import short
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import new_sums, split_sums
 from magi_compile.ops.scale import Scaled
@@ -99,10 +98,6 @@ class _Options(NamedTuple):
         front, rest = arguments[:_MAX_SCORES], arguments[_MAX_SCORES:]
         return cls(*front, *((False, *rest) if rest else ()))
 
-    def for_backward(self) -> tuple[Any, ...]:
-        """These arguments as those of a backward, without the last ones that say nothing."""
-        return short((*self[:_MAX_SCORES], *self[_MAX_SCORES + 1 :]), _MAX_SCORES)
-
     def scaled(self, q: Tensor) -> Scaled:
         # A score program tells the sign of a score: the scale stays with it.
         if self.score:
@@ -135,7 +130,7 @@ class _Options(NamedTuple):
                 has_bits=plan.bits is not None,
                 has_score=bool(self.score),
             )
-        scoring, needs = self._scoring(q)
+        scoring, needs = self._scoring() if self.score else (None, None)
         chosen = _select_kernel(problem, self.kernel or None, needs)
         moving = select_collective(self.collective, group, q.device)
         reduce_group = _compat.resolve_process_group(self.reduce_group_name)
@@ -146,10 +141,8 @@ class _Options(NamedTuple):
         heads = q.shape[1] // batch, k.shape[1] // batch
         return Split.of(plan.entries, batch, heads, self.share or (), has_score=bool(self.score))
 
-    def _scoring(self, q: Tensor) -> tuple[Scoring | None, ScoreNeeds | None]:
+    def _scoring(self) -> tuple[Scoring, ScoreNeeds]:
         """The score program, and what a kernel has to know of it."""
-        if not self.score:
-            return None, None
         program, tables = ScoreProgram.parse(self.score), self.tables or ()
         scoring = Scoring(program, tables, self.symbols or (), self.places or (-1, -1))
         dtypes, ranks = tuple(x.dtype for x in tables), tuple(x.dim() for x in tables)
@@ -245,10 +238,12 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *tables: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        options = _Options(*rest)
+        meta, data, *others = rest
         out, lse, max_scores = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
-        ctx.save_for_backward(q, k, v, out, lse, options.meta, options.data, *tables)
-        ctx.options = options._replace(meta=None, data=None, tables=None)  # which are saved
+        ctx.save_for_backward(q, k, v, out, lse, meta, data, *tables)
+        # Those of the backward, but for the tensors.
+        at = _MAX_SCORES - 2
+        ctx.options, ctx.more = others[:at], others[at + 2 :]
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
@@ -261,14 +256,15 @@ class _Attention(torch.autograd.Function):
         # Even without a gradient of its own a rank takes part, because the others wait for it.
         if dout is None:
             dout = torch.zeros_like(out)
-        options, wanted = ctx.options._replace(meta=meta, data=data, tables=tables), []
-        if options.score:
-            can_have = ScoreProgram.parse(options.score).differentiable_tables
-            wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
-        arguments = (dout, dlse, q, k, v, out, lse)
-        given = options._replace(wanted=wanted).for_backward()
-        op = torch.ops.magi.cp_ffa_bwd.default
-        dq, dk, dv, sums = gradients(op, *arguments, *given)
+        op, arguments = torch.ops.magi.cp_ffa_bwd.default, (dout, dlse, q, k, v, out, lse)
+        options, wanted = [meta, data, *ctx.options], []
+        if ctx.more:  # behind the captured tensors
+            symbols, score, places, share = (*ctx.more, None, "", None, None)[:4]
+            if score:
+                can_have = ScoreProgram.parse(score).differentiable_tables
+                wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
+            options += [tables, symbols, score, places, share, wanted]
+        dq, dk, dv, sums = gradients(op, *arguments, *options)
         if not tables:
             return None, dq, dk, dv
         found = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))

@@ -10,12 +10,13 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 import magi_compile
-import magi_compile.integrations.transformers
+from magi_compile import AttnSlices
 from magi_compile.dtensor import ContextParallelOptions, context_parallel
+from magi_compile.integrations.transformers import magi_attention
 from tests.dtensor.support.ranks import Ranks
 from tests.integrations.models import SEQLEN, make_model, positions, tokens
 
-MIXED = ("qwen3", "gemma3", "gpt_oss")  # windows of 40 in every other layer
+MIXED = ("qwen3", "gemma2", "gemma3", "gpt_oss")  # windows of 40 in every other layer
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,10 @@ def documents_of_one_rank_each(group):
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
-RUNS = ["llama eager", "llama compiled", "gemma3 eager", "qwen3 compiled", "gpt_oss compiled"]
+RUNS = [
+    *("llama eager", "llama compiled", "gemma3 eager", "qwen3 compiled", "gpt_oss compiled"),
+    "gemma2 compiled",  # with a soft-cap
+]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -125,6 +129,21 @@ def test_a_step_is_that_of_one_process(run, ranks):
     ours, _ = ranks.run(train, name, how == "compiled")
     alone = train(None, name, False, lambda *_, **__: nullcontext())
     torch.testing.assert_close(ours, alone, atol=1e-4, rtol=1e-4)
+
+
+def with_a_bias(group):
+    q, k, v = (torch.randn(1, 4, SEQLEN, 8) for _ in range(3))
+    module = torch.nn.Module()
+    bias = torch.zeros(1, 4, SEQLEN // 2, SEQLEN // 2)
+    with context_parallel(group, mask=AttnSlices.causal(SEQLEN)) as plan:
+        local = [x[:, :, : plan.seqlen_local] for x in (q, k, v)]
+        with pytest.raises(NotImplementedError, match="`position_bias` must be None inside"):
+            magi_attention(module, *local, plan.block_mask, position_bias=bias)
+
+
+def test_a_bias_of_a_rank(ranks):
+    """Of the positions that tokens have on their rank."""
+    ranks.run(with_a_bias)
 
 
 def test_the_mask_must_be_given(ranks):
