@@ -65,13 +65,14 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
             dq_shares.append(steps.finish())
         else:
             k_stage, v_stage = keys
+            slices, score = stage.slices, None
             if split is not WHOLE:
                 k_stage, v_stage = (packed(x, split.keys) for x in keys)
+                slices = stage.slices_of(split)
+            if scoring is not None:
+                score = scoring.over(plan, split, stage)
             of_stage = Saved(q, k_stage, v_stage, out, lse)
-            dq, dk, dv = kernel.backward(
-                *(grads, of_stage, stage.slices_of(split), kernel_plan, problem),
-                score=execution.score(stage),
-            )
+            dq, dk, dv = kernel.backward(grads, of_stage, slices, kernel_plan, problem, score=score)
             if split is not WHOLE:
                 dk, dv = (unpacked(x, split.keys) for x in (dk, dv))
             home.send(route, dk, dv)

@@ -102,7 +102,12 @@ class Split(NamedTuple):
         if self.entries.batch == 1:  # all batch entries have the same masks
             b = torch.arange(self.batch, device=b.device).repeat_interleave(len(b))
             h = h.repeat(self.batch)
-            lists = tuple(x.repeat(self.batch, *[1] * (x.dim() - 1)) for x in lists)
+            q_ranges, k_ranges, mask_types = lists
+            lists = (
+                q_ranges.repeat(self.batch, 1),
+                k_ranges.repeat(self.batch, 1),
+                mask_types.repeat(self.batch),
+            )
         is_here = (b >= 0) & (b < self.batch) & (h >= 0) & (h < self.nheads)
         q_ranges, k_ranges, mask_types = (x[is_here] for x in lists)
         number = (b * self.nheads + h)[is_here]

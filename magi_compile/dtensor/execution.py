@@ -142,12 +142,8 @@ class DevicePlan:
     keys: Placement
     bits: Tensor | None = None  # the blocks of bits of all stages
     entries: Entries = ONE_ENTRY
+    is_exact: bool = True  # neither blocks of bits nor entries with masks of their own
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
-
-    @property
-    def is_special(self) -> bool:
-        """True if slices are not all: there are blocks of bits, or entries with masks of their own."""
-        return self.bits is not None or self.entries.number > 1
 
     def positions(self, stage: DeviceStage | None = None) -> Tensor:
         """The positions in the sequence of the keys of a stage, or of the rows of this rank: int32, on the device; 0
@@ -190,8 +186,10 @@ class Scoring(NamedTuple):
     places: Sequence[int]
     sums: Mapping[int, Tensor] = {}
 
-    def of_keys(self, plan: DevicePlan, split: Split, keys: Tensor) -> ScoreCall:
-        """The call over keys with these positions."""
+    def over(self, plan: DevicePlan, split: Split, *stages: DeviceStage) -> ScoreCall:
+        """The call over the keys of stages, one behind the other."""
+        parts = [plan.positions(stage) for stage in stages]
+        keys = parts[0] if len(parts) == 1 else torch.cat(parts)
         tables = list(self.tables)
         at_queries, at_keys = self.places
         if at_queries >= 0:
@@ -213,14 +211,6 @@ class Execution(NamedTuple):
     reduce_group: dist.ProcessGroup  # of gradients on their way home
     split: Split = WHOLE  # of heads into entries
     scoring: Scoring | None = None
-
-    def score(self, *stages: DeviceStage) -> ScoreCall | None:
-        """The score program over the keys of stages, one behind the other."""
-        if self.scoring is None:
-            return None
-        keys = [self.plan.positions(stage) for stage in stages]
-        joined = keys[0] if len(keys) == 1 else torch.cat(keys)
-        return self.scoring.of_keys(self.plan, self.split, joined)
 
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
@@ -280,4 +270,5 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
         merged = MergedStage(*forward)
     sizes_of = (digest, rank, cp_size, rows, key_rows)
     where = (queries, queries if keys is None else keys)
-    return DevicePlan(*sizes_of, forward, backward, merged, *where, bits, entries)
+    is_exact = bits is None and entries.number == 1
+    return DevicePlan(*sizes_of, forward, backward, merged, *where, bits, entries, is_exact)

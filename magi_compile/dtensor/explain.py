@@ -28,8 +28,8 @@ class PlanExplanation:
         chunk_size: tokens that stay together.
         total_keys: keys, as many as tokens in self-attention.
         keys_local: of each rank, padding included.
-        area: visible (query, key) pairs of each rank's queries, those of all batch entries and heads with masks of
-            their own together; of blocks of bits all pairs.
+        area: visible (query, key) pairs of each rank's queries, of blocks of bits all pairs; where batch entries or
+            heads have masks of their own, the mean of these.
         local_area: those of them whose key is on the same rank.
         received_rows: key rows of others that each rank receives, in a forward pass and again in a backward pass.
         sent_rows: key rows that each rank sends, once for each rank that receives them.

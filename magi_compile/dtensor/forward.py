@@ -25,7 +25,7 @@ def forward(
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of the group call it together. `q` and what comes out are packed by
     entries as `execution.split` says, k and v are not. `max_scores` as in `Kernel.forward`."""
-    plan, kernel, problem, collective, group, _, split, _ = execution
+    plan, kernel, problem, collective, group, _, split, scoring = execution
     if plan.merged is not None:
         return _forward_merged(q, k, v, plan.merged, execution, max_scores)
     partial_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -42,14 +42,18 @@ def forward(
         if stage.is_empty:
             continue
         k_stage, v_stage = keys
+        slices, score = stage.slices, None
         if split is not WHOLE:
             k_stage, v_stage = (packed(x, split.keys) for x in keys)
+            slices = stage.slices_of(split)
+        if scoring is not None:
+            score = scoring.over(plan, split, stage)
         kernel_plan = stage.kernel_plan(kernel, problem, split)
         result = kernel.forward(
-            *(q, k_stage, v_stage, stage.slices_of(split), kernel_plan, problem),
+            *(q, k_stage, v_stage, slices, kernel_plan, problem),
             prior=result,
             out_dtype=q.dtype if i == last else partial_dtype,
-            score=execution.score(stage),
+            score=score,
             max_scores=max_scores,
         )
     if result is not None:
@@ -67,7 +71,7 @@ def _forward_merged(
     max_scores: Tensor | None,
 ) -> ForwardOutput:
     """Attention over local and remote keys in one call, which begins with the local ones if the kernel can."""
-    _, kernel, problem, collective, group, _, split, _ = execution
+    plan, kernel, problem, collective, group, _, split, scoring = execution
     # What can fail does so before rows are on their way.
     early_plan = stage.early_plan(kernel, problem)
     both = stage.side_by_side if early_plan is None else None
@@ -91,7 +95,7 @@ def _forward_merged(
         k_all, v_all = (packed(torch.cat(pair), split.keys) for pair in pairs)
         result = kernel.forward(
             *(q, k_all, v_all, both.slices_of(split), kernel_plan, problem),
-            score=execution.score(stage.local, stage.remote),
+            score=None if scoring is None else scoring.over(plan, split, stage.local, stage.remote),
             max_scores=max_scores,
         )
     assert next(casts, None) is None

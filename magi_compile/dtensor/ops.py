@@ -94,15 +94,9 @@ class _Options(NamedTuple):
 
     @classmethod
     def of_backward(cls, *arguments: Any) -> _Options:
-        """Those of a backward."""
-        front, rest = arguments[:_MAX_SCORES], arguments[_MAX_SCORES:]
-        return cls(*front, *((False, *rest) if rest else ()))
-
-    def scaled(self, q: Tensor) -> Scaled:
-        # A score program tells the sign of a score: the scale stays with it.
-        if self.score:
-            return Scaled(q, self.softmax_scale, 1.0)
-        return Scaled.of(q, self.softmax_scale)
+        """Those of a backward with a score program or a share."""
+        given = (*arguments[:_MAX_SCORES], False, *arguments[_MAX_SCORES:])
+        return cls(*given)
 
     def execution(
         self, scaled: Scaled, k: Tensor, v: Tensor, *, is_backward: bool = False
@@ -121,7 +115,7 @@ class _Options(NamedTuple):
         if self.return_max_scores:
             problem = replace(problem, has_max_scores=True)
         split = WHOLE
-        if plan.is_special or self.score:
+        if self.score or not plan.is_exact:
             split = self._split(plan, q, k)
             problem = replace(
                 problem,
@@ -154,7 +148,7 @@ _MAX_SCORES = _Options._fields.index("return_max_scores")
 
 def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     options = _Options(*rest)
-    scaled = options.scaled(q)
+    scaled = _scaled(q, options) if options.score else Scaled.of(q, options.softmax_scale)
     execution = options.execution(scaled, k, v)
     plan = execution.plan
     if q.shape[0] != plan.rows:
@@ -167,13 +161,23 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
             f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
             "take those of RankPlan.dispatch.keys.positions(rank), padding included"
         )
-    number = execution.split.queries
-    queries = packed(scaled.q, number)
+    queries, split = scaled.q, execution.split
+    if split is not WHOLE:
+        queries = packed(queries, split.queries)
     max_scores = new_max_scores(queries) if options.return_max_scores else None
     out, lse = forward(queries, k, v, execution, max_scores)
-    out, lse = unpacked(out, number), unpacked_rows(lse, number)
-    of_rows = lse.new_empty(0) if max_scores is None else unpacked_rows(max_scores, number)
-    return out.contiguous(), lse, of_rows
+    if max_scores is None:
+        max_scores = lse.new_empty(0)
+    elif split is not WHOLE:
+        max_scores = unpacked_rows(max_scores, split.queries)
+    if split is not WHOLE:
+        out, lse = unpacked(out, split.queries), unpacked_rows(lse, split.queries)
+    return out.contiguous(), lse, max_scores
+
+
+def _scaled(q: Tensor, options: _Options) -> Scaled:
+    """A score program tells the sign of a score: the scale stays with it."""
+    return Scaled(q, options.softmax_scale, 1.0)
 
 
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,27 +191,35 @@ def _cp_ffa_bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse, *others = rest
-    options = _Options.of_backward(*others)
-    scaled = options.scaled(q)
+    options = _Options.of_backward(*others) if len(others) > _MAX_SCORES else _Options(*others)
+    scaled = _scaled(q, options) if options.score else Scaled.of(q, options.softmax_scale)
     execution = options.execution(scaled, k, v, is_backward=True)
-    tables, wanted = options.tables or (), options.wanted or ()
-    sums = new_sums(tables, wanted, q)
-    if execution.scoring is not None:
+    queries, split = scaled.q, execution.split
+    if execution.scoring is None:
+        sums = q.new_empty(0, dtype=torch.float32)
+    else:
+        tables, wanted = options.tables or (), options.wanted or ()
+        sums = new_sums(tables, wanted, q)
         parts = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
         execution = execution._replace(scoring=execution.scoring._replace(sums=parts))
-    number = execution.split.queries
-    dout, queries, out = (packed(x, number) for x in (dout, scaled.q, out))
-    dlse, lse = (None if x is None else packed_rows(x, number) for x in (dlse, lse))
+    if split is not WHOLE:
+        dout, queries, out = (packed(x, split.queries) for x in (dout, queries, out))
+        lse = packed_rows(lse, split.queries)
+        dlse = None if dlse is None else packed_rows(dlse, split.queries)
     dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
-    return scaled.gradient(unpacked(dq, number)), dk, dv, sums
+    if split is not WHOLE:
+        dq = unpacked(dq, split.queries)
+    return scaled.gradient(dq), dk, dv, sums
 
 
 def _cp_ffa_bwd_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, *others = rest
-    options = _Options.of_backward(*others)
-    sums = new_sums(options.tables or (), options.wanted or (), q)
+    sums = q.new_empty(0, dtype=torch.float32)
+    if len(others) > _MAX_SCORES:
+        options = _Options.of_backward(*others)
+        sums = new_sums(options.tables or (), options.wanted or (), q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sums
 
 

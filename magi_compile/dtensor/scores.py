@@ -128,10 +128,8 @@ def attention_in_graph(
         raise NotImplementedError(REFUSAL)
     kernel, collective, group, reduce_group = chosen
     at_queries, at_keys = _stand_ins(q.device)
-    named = OverRanks(
-        *(plan.meta, plan.data, at_queries, at_keys),
-        *(kernel, collective, group, reduce_group, share),
-    )
+    where = (plan.meta, plan.data, at_queries, at_keys)
+    named = OverRanks(*where, kernel, collective, group, reduce_group, share)
     mask = one_block_mask(MaskOverRanks(named), 1, q.shape[0], k.shape[0], q.device)
     by_entry = [
         x.unflatten(1, (batch_entries, x.shape[1] // batch_entries)).permute(1, 2, 0, 3)

@@ -112,14 +112,22 @@ def emit_across_ranks(
     scores = Scores.of(call)
     decision = _decision_on(call, scores)
     if scores.reasons:
-        raise LoweringRefusedError(f"attention across ranks cannot be {decision}")
+        where = f" at {call.location}" if call.location else ""
+        raise LoweringRefusedError(
+            f"`score_mod` of an attention across ranks{where} must be a pointwise function: "
+            f"{'; '.join(scores.reasons)}"
+        )
     batch, nheads, seqlen, _ = (emit.size(call.q, dim) for dim in range(4))
     rows = [_packed(emit, node) for node in (call.q, call.k, call.v)]
-    tables, symbols, text, places = [], [], "", []
+    tables: list[Node] = []
+    symbols: list[Any] = []
+    places: list[int] = []
+    text = ""
     if scores.program is not None:
         tables, symbols = scores.emit(emit, call)
         text = scores.program.text
-        places = [tables.index(x) if x in tables else -1 for x in (plan.at_queries, plan.at_keys)]
+        numbers: dict[Any, int] = {node: i for i, node in enumerate(tables)}
+        places = [numbers.get(x, -1) for x in (plan.at_queries, plan.at_keys)]
     has_max_scores = bool(call.kernel_options.get("OUTPUT_MAX"))
     scale = float(value_of(call.scale)) * scores.factors.scale
     result = emit.call(
@@ -145,7 +153,7 @@ def _packed(emit: Emitter, node: Node) -> Node:
 
 
 def _decision_on(call: FlexCall, scores: Scores) -> Decision:
-    shapes = (
+    q_shape, k_shape = (
         tuple(s if isinstance(s, int) else str(s) for s in value_of(node).shape)
         for node in (call.q, call.k)
     )
@@ -153,9 +161,15 @@ def _decision_on(call: FlexCall, scores: Scores) -> Decision:
     score = str(scores.program or "")
     score = score.replace("at_queries[q]", "q").replace("at_keys[kv]", "kv")
     kernel = None if scores.reasons else ACROSS_RANKS
-    notes = ("SequencePlan.explain() shows mask, balance and communication",)
     return Decision(
-        *(call.location, *shapes, "of the plan", kernel, scores.reasons), notes=notes, score=score
+        location=call.location,
+        q_shape=q_shape,
+        k_shape=k_shape,
+        mask="of the plan",
+        kernel=kernel,
+        reasons=scores.reasons,
+        notes=("SequencePlan.explain() shows mask, balance and communication",),
+        score=score,
     )
 
 

@@ -317,8 +317,6 @@ def _like(x: Tensor, gradient: Tensor) -> Tensor:
 def new_sums(tables: Sequence[Tensor], wanted: Sequence[int], q: Tensor) -> Tensor:
     """Zeros for the gradients of those of the captured tensors that are wanted, one behind the other: fp32, on a CPU
     fp64 if one of them is."""
-    if not wanted:
-        return q.new_empty(0, dtype=torch.float32)
     some = [tables[number] for number in wanted]
     is_wide = q.device.type == "cpu" and any(x.dtype == torch.float64 for x in some)
     dtype = torch.float64 if is_wide else torch.float32

@@ -412,6 +412,37 @@ def test_shares_of_heads(ranks_of):
     ranks_of(4).run(run_shares_of_heads)
 
 
+def run_several_masks(group):
+    """One placement for masks of all kinds, and for queries and keys that are two sequences."""
+    masks = {
+        "scattered": scattered(),
+        "causal": causal(),
+        "heads": of_heads(),
+        "entries": of_entries(),
+    }
+    plans = plan(masks=masks, weights=dict.fromkeys(masks, 2), mesh=mesh_of(group), options=SPREAD)
+    tables = [x._planned.dispatch.table for x in plans.values()]
+    assert [x.num_entries for x in tables] == [1, 1, HEADS, 2]
+    bits = torch.rand(HEADS, 90, S, generator=torch.Generator().manual_seed(0)) < 0.4
+    cross = flex.create_block_mask(
+        lambda b, h, q, kv: bits[h, q, kv], 1, HEADS, 90, S, device="cpu"
+    )
+    plans["cross"] = plan(cross, mesh_of(group), options=UNEVEN)
+    q, k, v, slopes, _ = inputs()[0]
+    for name, mask in {**masks, "cross": cross}.items():
+        p, whole = plans[name], q[:, :, :90] if name == "cross" else q
+        local = p.shard(whole, 2), p.keys.shard(k, 2), p.keys.shard(v, 2)
+        out = p.attention(*local, score_mod=alibi(slopes, None))
+        wanted = magi_compile.flex_attention(
+            *(whole, k, v, alibi(slopes, None), mask), enable_gqa=True
+        )
+        torch.testing.assert_close(p.unshard(out, 2), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_several_masks(ranks_of):
+    ranks_of(2).run(run_several_masks)
+
+
 def run_random_masks(group):
     """Two dozens of masks against dense attention."""
     for seed in range(24):
@@ -516,6 +547,13 @@ def run_wrong_use(group):
         attend(causal(), score_mod=3)
     with pytest.raises(NotImplementedError, match="`slices` of a plan say no blocks of bits"):
         plan(scattered(), mesh, options=SPREAD).slices  # noqa: B018
+    branching = torch.compile(
+        lambda p, q, k, v: p.attention(q, k, v, score_mod=lambda s, *_: s + torch.rand(())),
+        backend=make_backend("aot_eager"),
+    )
+    p = plan(causal(), mesh, options=SPREAD)
+    with pytest.raises(Exception, match=r"`score_mod` of an attention across ranks .* is random"):
+        branching(p, *(p.shard(x, 2) for x in (q, k, v)))
     for backend in ("eager", "aot_eager"):
         compiled = torch.compile(
             lambda p, q, k, v, slopes: p.attention(q, k, v, score_mod=alibi(slopes, None)),

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile.dtensor.planning.chunks import mean_area
 from magi_compile.dtensor.planning.dispatch import Dispatch
 from magi_compile.dtensor.planning.ranges import (
     Ranges,
@@ -399,9 +400,10 @@ class StageLoads(NamedTuple):
         of_keys = table.rects.select(rect).clipped_to_columns(
             pick(local.lo, key), pick(local.hi, key)
         )
+        local_area = zeros.index_add(0, pick(sees.owner, rect), of_keys.area())
         return StageLoads(
             table.area[where.chunks].sum(1),
-            zeros.index_add(0, pick(sees.owner, rect), of_keys.area()),
+            mean_area(local_area, table.num_entries),
             zeros.index_add(0, needs.owner, moved),
             zeros.index_add(0, rows.holder, moved),
             where.seqlen_local,

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor.planning.bit_pieces import with_blocks
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
@@ -39,7 +40,7 @@ from magi_compile.dtensor.planning.comm_plan import (
     plan_communication,
 )
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
-from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries, with_blocks
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
 from magi_compile.dtensor.planning.dispatch import (
     Dispatch,
     check_masks,
@@ -337,6 +338,8 @@ def _plan(
         entries = mask.entries
         if not len(mask.blocks):
             bits = None
+    else:
+        plans = [[stage._replace(pieces=None) for stage in stages] for stages in plans]
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
     return RankPlan(where, rank, digest, forward, backward, is_early, bits, entries)
 
