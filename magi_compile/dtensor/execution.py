@@ -20,7 +20,7 @@ from magi_compile import _compat
 from magi_compile.dtensor.entries import WHOLE, Split
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
-from magi_compile.dtensor.planning.ranges import expand, pick
+from magi_compile.dtensor.planning.local_cover import positions_of_keys
 from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
@@ -155,16 +155,9 @@ class DevicePlan:
         return self._positions[stage]
 
     def _find_positions(self, stage: DeviceStage | None) -> Tensor:
-        of_rows = stage is None
-        where = self.queries if of_rows else self.keys
-        if stage is None or stage.route is None:
-            found = where.positions(self.rank)
-        else:
-            peer, row, peer_row, count = stage.route.host_recvs.long().unbind(1)
-            index, step = expand(count)
-            held = pick(peer * where.seqlen_local + peer_row, index) + step
-            found = torch.zeros(stage.route.num_received, dtype=torch.int64, device="cpu")
-            found[pick(row, index) + step] = pick(where.positions(), held)
+        where = self.queries if stage is None else self.keys
+        recvs = None if stage is None or stage.route is None else stage.route.host_recvs
+        found = positions_of_keys(where, self.rank, recvs)
         found = found.masked_fill(found >= where.total, 0)
         return found.int().to(self.forward[0].slices.device)
 

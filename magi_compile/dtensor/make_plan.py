@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
+from magi_compile._kept import Made, Memo
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
 from magi_compile.dtensor.planning.one_thread import one_thread
@@ -20,7 +21,13 @@ from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_count
-from magi_compile.masks.block_mask import Converted, convert_mask_mod, convert_whole_block_mask
+from magi_compile.masks.block_mask import (
+    Converted,
+    convert_mask_mod,
+    convert_whole_block_mask,
+    reached_by,
+)
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops.validation import check_list
 
 if TYPE_CHECKING:
@@ -270,9 +277,7 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
             raise ValueError(
                 "`mask` must cover the whole sequence, got the mask of a plan; pass the original mask"
             )
-        of_mask = convert_whole_block_mask(mask)
-        nheads = mask.kv_indices.shape[-3] if of_mask.is_by_head else 1
-        found = _given(of_mask, Entries(of_mask.batch, nheads))
+        found = _of_block_mask(mask)
     elif isinstance(mask, AttnSlices):
         found = _Given(mask.to("cpu"))
     elif mask is not None and not callable(mask):
@@ -298,6 +303,24 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
         wanted, got = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
         raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {got}")
     return found
+
+
+# Those that were evaluated for all pairs, which takes long.
+_evaluated: Memo[_Given] = Memo(16, lambda given: [])
+
+
+def _of_block_mask(mask: BlockMask) -> _Given:
+    def convert() -> Made:
+        reached = reached_by(mask)  # followed before it is called, since that may change it
+        of_mask = convert_whole_block_mask(mask)
+        nheads = mask.kv_indices.shape[-3] if of_mask.is_by_head else 1
+        given = _given(of_mask, Entries(of_mask.batch, nheads))
+        if of_mask.slices.bits is None or of_mask.watched is None or not reached.is_unchanged():
+            return Made(given, None)
+        lists = [x for x in (getattr(mask, name) for name in BlockLists._fields) if x is not None]
+        return Made(given, [*of_mask.watched, *lists], reached.is_unchanged)
+
+    return _evaluated.get((mask,), (), convert, torch.device("cpu"))
 
 
 def _given(of_mask: Converted, entries: Entries) -> _Given:

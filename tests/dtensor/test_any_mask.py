@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.utils.checkpoint import checkpoint
 
 import magi_compile
-from magi_compile.dtensor import ContextParallelOptions, context_parallel, plan
+from magi_compile.dtensor import ContextParallelOptions, context_parallel, make_plan, plan
 from magi_compile.dtensor.scores import read_score_mod
 from magi_compile.lowering.backend import make_backend
 from magi_compile.ops.sinks import lse_with_sinks, out_with_sinks
@@ -476,6 +476,34 @@ def test_random_masks(ranks_of):
 
 
 # What is said of them
+
+
+def run_evaluated_once(group):
+    """As long as nobody writes to what it reads."""
+    bits, calls = random_bits(), []
+    mask = of_mask_mod(lambda b, h, q, kv: bits[q, kv])
+    q, k, v = inputs()[0][:3]
+    convert = make_plan.convert_whole_block_mask
+
+    def counted(given):
+        calls.append(given)
+        return convert(given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_plan, "convert_whole_block_mask", counted)
+        for step in range(4):
+            if step == 2:
+                bits[0, ::2] ^= True
+            with context_parallel(mesh_of(group), mask=mask, options=SPREAD) as p:
+                local = [p.shard(x, 2) for x in (q, k, v)]
+                out = flex.flex_attention(*local, None, mask, enable_gqa=True)
+            wanted = magi_compile.flex_attention(q, k, v, None, mask, enable_gqa=True)
+            torch.testing.assert_close(p.unshard(out, 2), wanted, atol=1e-5, rtol=1e-4)
+            assert len(calls) == 1 + step // 2
+
+
+def test_a_mask_is_evaluated_once(ranks_of):
+    ranks_of(2).run(run_evaluated_once)
 
 
 def run_explain(group):

@@ -100,20 +100,14 @@ class Transfer(NamedTuple):
         return sum(self.recv_counts)
 
 
-class Pieces(NamedTuple):
-    """Where the slices of a stage come from, int64 `[num_slices]` each."""
-
-    whole: Tensor  # the number of the slice of the mask that each is a piece of
-    row: Tensor  # its first row, in the sequence
-    key: Tensor  # its first key, in the sequence
-
-
 class Stage(NamedTuple):
     """One attention call of one rank: its local rows against the keys of a buffer, or its own keys in place."""
 
     slices: AttnSlices
     transfer: Transfer | None  # None: the keys are the rank's own, in place
-    pieces: Pieces | None = None  # those of `slices`, as long as a plan is made
+    whole: Tensor | None = (
+        None  # int64 `[num_slices]`, the slice of the mask that each is a part of, while planning
+    )
     entry: Tensor | None = (
         None  # int32 `[num_slices]`, whose they are where entries have masks of their own (`cover`)
     )
@@ -175,11 +169,12 @@ class CommPlan:
         """The number of stages of all degrees together."""
         return sum(x.num_stages for x in self.buffers)
 
-    def stages(self, rank: int) -> list[list[Stage]]:
-        """The stages of `rank` for each degree; tensors are on the CPU."""
+    def stages(self, rank: int, *, has_slices: bool = True) -> list[list[Stage]]:
+        """The stages of `rank` for each degree; tensors are on the CPU. Without `has_slices` those are left out."""
         is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
         mine, theirs = (self._moving_rows(x.nonzero().flatten()) for x in (is_mine, is_theirs))
-        slices, transfers = self._slices(rank, mine), self._transfers(mine, theirs)
+        slices = self._slices(rank, mine) if has_slices else self._no_slices(rank)
+        transfers = self._transfers(mine, theirs)
         return [
             [
                 Stage(
@@ -250,15 +245,27 @@ class CommPlan:
             for i, peak in enumerate(peaks)
         ]
 
-    def _slices(self, rank: int, mine: MovingRows) -> list[tuple[AttnSlices, Pieces]]:
+    def _seqlens_k(self, rank: int) -> list[int]:
+        """The keys of each stage."""
+        seqlens_k = [n for buffers in self.buffers for n in buffers.rows[rank].tolist()]
+        for degree, first_stage, _ in self._first_stages():
+            if degree > 0:
+                seqlens_k[first_stage] = self.rows.dispatch.keys.seqlen_local
+        return seqlens_k
+
+    def _no_slices(self, rank: int) -> list[tuple[AttnSlices, Tensor]]:
+        ranges = torch.zeros(0, 2, dtype=torch.int32, device="cpu")
+        lists, seqlen_q = (ranges, ranges, ranges[:, 0]), self.rows.dispatch.seqlen_local
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        return [(AttnSlices.unchecked(*lists, seqlen_q, n), none) for n in self._seqlens_k(rank)]
+
+    def _slices(self, rank: int, mine: MovingRows) -> list[tuple[AttnSlices, Tensor]]:
         """The rank's rows against the keys of each stage, all stages in one pass."""
         where, num_stages = self.rows.dispatch, self.num_stages
         total, seqlen_q = where.keys.total_padded, where.seqlen_local
-        seqlens_k = [n for buffers in self.buffers for n in buffers.rows[rank].tolist()]
         key_row = mine.buffer_row
         for degree, first_stage, _ in self._first_stages():
             if degree > 0:
-                seqlens_k[first_stage] = where.keys.seqlen_local
                 is_in_place = mine.stage == first_stage
                 key_row = torch.where(is_in_place, mine.source_row, key_row)
         # Neighbouring ranges of a stage are neighbours in its buffer too, but in place where chunks are in another
@@ -286,19 +293,18 @@ class CommPlan:
         order = pick(keys.owner, pick(key, which)).argsort(stable=True)
         live, which = pick(live, order), pick(which, order)
         rect, key = pick(rect, which), pick(key, which)
-        straight = straight.select(live)
-        q_ranges, k_ranges, mask_types = straight.to_ranges()
+        q_ranges, k_ranges, mask_types = straight.select(live).to_ranges()
         local = (
             q_ranges + pick(row_shift, rect).int()[:, None],
             k_ranges + pick(key_shift, key).int()[:, None],
             mask_types,
-            *(pick(whole, rect), straight.row_begin, straight.col_begin),
+            pick(whole, rect),
         )
         sizes = torch.bincount(pick(keys.owner, key), minlength=num_stages).tolist()
-        tables = zip(*(x.split(sizes) for x in local), seqlens_k, strict=True)
+        tables = zip(*(x.split(sizes) for x in local), self._seqlens_k(rank), strict=True)
         return [
-            (AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k), Pieces(*pieces))
-            for q, k, types, *pieces, seqlen_k in tables
+            (AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k), whole)
+            for q, k, types, whole, seqlen_k in tables
         ]
 
 

@@ -5,7 +5,7 @@ and rows of keys travel, by a cover as by any mask: what a rank needs are the ke
 Beside each slice stands what it shows: a block of bits (`masks/bits.py`), and whose it is, where batch entries or heads
 have masks of their own. Slices of different entries may overlap.
 
-A plan cuts slices where chunks and buffers end (`bit_pieces.py`).
+A plan cuts slices where chunks and buffers end (`local_cover.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.planning.ranges import pick
+from magi_compile.dtensor.planning.ranges import group, pick
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS
 from magi_compile.masks.geometry import Rects
-from magi_compile.masks.normal_form import normal_form
 from magi_compile.masks.slices import AttnSlices
 
 
@@ -96,16 +95,20 @@ class Cover(AttnSlices):
 
 
 def _rects(slices: AttnSlices) -> tuple[Rects, Tensor]:
-    """Trimmed rects of slices on the CPU, and the number of the block of each, -1 for none."""
+    """Trimmed rects of slices on the CPU, and the number of the block of each, -1 for none. Beside blocks of bits they
+    are of whole blocks, neighbours along the keys in one."""
     q_ranges, k_ranges, mask_types = (
         x.cpu() for x in (slices.q_ranges, slices.k_ranges, slices.mask_types)
     )
     totals = slices.seqlen_q, slices.seqlen_k
     host = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals).compact()
-    has_bits = host.mask_types >= FIRST_BITS
-    ranges = (host.q_ranges, host.k_ranges, host.mask_types)
-    rest = normal_form(Rects.from_ranges(*(x[~has_bits] for x in ranges)).trimmed())
-    q_ranges, k_ranges, mask_types = (x[has_bits] for x in ranges)
-    of_bits = Rects.from_ranges(q_ranges, k_ranges, torch.zeros_like(mask_types))
-    none = torch.full_like(rest.row_begin, -1)
-    return rest.beside(of_bits), torch.cat([none, mask_types.long() - FIRST_BITS])
+    q_ranges, k_ranges, mask_types = host.q_ranges, host.k_ranges, host.mask_types
+    if slices.bits is None:
+        rects = Rects.from_ranges(q_ranges, k_ranges, mask_types).trimmed()
+        return rects, torch.full_like(rects.row_begin, -1)
+    has_bits = mask_types >= FIRST_BITS
+    is_new = (q_ranges[1:] != q_ranges[:-1]).any(1) | (k_ranges[1:, 0] != k_ranges[:-1, 1])
+    first, last = group(is_new | has_bits[1:] | has_bits[:-1], len(mask_types))
+    columns = (q_ranges[first, 0], q_ranges[first, 1], k_ranges[first, 0], k_ranges[last, 1])
+    block = torch.where(has_bits, mask_types.long() - FIRST_BITS, -1)
+    return Rects.rectangles(*(x.long() for x in columns)), pick(block, first)

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.planning.bit_pieces import with_blocks
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
@@ -48,6 +47,7 @@ from magi_compile.dtensor.planning.dispatch import (
     dispatch_as,
     dispatch_together,
 )
+from magi_compile.dtensor.planning.local_cover import cover_of_rank
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
 from magi_compile.masks.arguments import check_count, check_device, check_flag
@@ -332,14 +332,15 @@ def _plan(
         if early and degree == 0 and forward_begins_early(loads, options.cost):
             degree, is_early = 1, True
     degrees = sorted({degree, backward_degree})
-    plans, bits, entries = plan_communication(rows, degrees).stages(rank), None, ONE_ENTRY
+    communication, bits, entries = plan_communication(rows, degrees), None, ONE_ENTRY
     if isinstance(mask, Cover):
-        plans, bits = with_blocks(mask, plans)
-        entries = mask.entries
-        if not len(mask.blocks):
-            bits = None
+        local = cover_of_rank(mask, communication, rank)
+        plans, bits, entries = local.stages, local.bits, mask.entries
     else:
-        plans = [[stage._replace(pieces=None) for stage in stages] for stages in plans]
+        plans = [
+            [stage._replace(whole=None) for stage in stages]
+            for stages in communication.stages(rank)
+        ]
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
     return RankPlan(where, rank, digest, forward, backward, is_early, bits, entries)
 

@@ -52,6 +52,47 @@ def planned_mask(dense):
     return _converted(mask, None, torch.device("cpu")).slices
 
 
+def staircase(steps):
+    """Blocks that are visible as a whole, of which neighbours are bounded like a causal mask; one has bits."""
+    at = torch.arange(128 * steps + 1) // 128
+    dense = at[:, None] >= at[None]
+    dense[0, 0] = False
+    return dense[None, None]
+
+
+@pytest.mark.parametrize(
+    "options", [ContextParallelOptions(chunk_size=100), ContextParallelOptions()]
+)
+def test_a_staircase_of_blocks(options):
+    dense = staircase(3)
+    found = torch.zeros_like(dense[0, 0], dtype=torch.int64)
+    for rank in range(2):
+        planned = plan_rank(planned_mask(dense), 2, rank, options)
+        on_device = unpack(*planned.tensors("cpu"))
+        for stage in on_device.forward:
+            row, key = stage.slices.to_dense().nonzero().unbind(1)
+            place = on_device.positions()[row].long(), on_device.positions(stage)[key].long()
+            found.index_put_(place, torch.ones_like(row), accumulate=True)
+    torch.testing.assert_close(found, dense[0, 0].long())
+
+
+def test_a_permutation_of_single_tokens():
+    dense = torch.rand(1, 1, 320, 320, generator=torch.Generator().manual_seed(1)) < 0.3
+    rows = dense.shape[2]
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    found = torch.zeros(rows, rows, dtype=torch.int64)
+    for rank in range(4):
+        (planned,) = plan_rank_together([planned_mask(dense)], 4, rank, permutation=order)
+        assert len(planned.forward[0].slices) <= 3 * 3
+        on_device = unpack(*planned.tensors("cpu"))
+        torch.testing.assert_close(on_device.positions().long(), order.view(4, -1)[rank])
+        for stage in on_device.forward:
+            row, key = stage.slices.to_dense().nonzero().unbind(1)
+            place = on_device.positions()[row].long(), on_device.positions(stage)[key].long()
+            found.index_put_(place, torch.ones_like(row), accumulate=True)
+    torch.testing.assert_close(found, dense[0, 0].long())
+
+
 def entries_of(mask):
     return getattr(mask, "entries", Entries())
 
