@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.entries import WHOLE, packed, unpacked
+from magi_compile.dtensor.entries import PLAIN, packed, unpacked
 from magi_compile.dtensor.execution import Execution, routes_of
 from magi_compile.dtensor.transport.collectives import Collective, PendingReduce, Route
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
@@ -26,23 +26,23 @@ from magi_compile.kernels.plan import Plan
 
 def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput:
     """Gradients of this rank's rows of q, k and v; all ranks of the group call it together. Rows of queries and dq are
-    packed by entries as `execution.split` says; k, v, dk and dv are not. Those of captured tensors are added to the
+    packed by entries as `execution.packing` says; k, v, dk and dv are not. Those of captured tensors are added to the
     sums of `execution.scoring`.
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
-    plan, kernel, problem, collective, group, reduce_group, split, scoring = execution
+    plan, kernel, problem, collective, group, reduce_group, packing, scoring = execution
     q, k, v, out, lse = saved
     queries = SavedQueries(q, out, lse)
     home = _KeyGradients(k, v, collective, reduce_group)
     dq_shares: list[Tensor] = []
     # What can fail does so before rows are on their way.
     kernel_plans = [
-        Plan() if stage.is_empty else stage.kernel_plan(kernel, problem, split)
+        Plan() if stage.is_empty else stage.kernel_plan(kernel, problem, packing)
         for stage in plan.backward
     ]
     # No kernel does the other calls in steps.
-    has_steps = scoring is None and split is WHOLE and not problem.has_bits
+    has_steps = scoring is None and packing is PLAIN and not problem.has_bits
     casts = collective.casts((k, v), routes_of(plan.backward), group)
     cast = next(casts, None)  # the first one starts
     for stage, kernel_plan in zip(plan.backward, kernel_plans, strict=True):
@@ -66,15 +66,15 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
         else:
             k_stage, v_stage = keys
             slices, score = stage.slices, None
-            if split is not WHOLE:
-                k_stage, v_stage = (packed(x, split.keys) for x in keys)
-                slices = stage.slices_of(split)
+            if packing is not PLAIN:
+                k_stage, v_stage = (packed(x, packing.keys) for x in keys)
+                slices = stage.slices_of(packing)
             if scoring is not None:
-                score = scoring.over(plan, split, stage)
+                score = scoring.over(plan, packing, stage)
             of_stage = Saved(q, k_stage, v_stage, out, lse)
             dq, dk, dv = kernel.backward(grads, of_stage, slices, kernel_plan, problem, score=score)
-            if split is not WHOLE:
-                dk, dv = (unpacked(x, split.keys) for x in (dk, dv))
+            if packing is not PLAIN:
+                dk, dv = (unpacked(x, packing.keys) for x in (dk, dv))
             home.send(route, dk, dv)
             dq_shares.append(dq)
     # Before the wait for the last reduce, because it hides a little of it.

@@ -17,8 +17,8 @@ from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
 from magi_compile.masks.slices import AttnSlices
 
 
-class Split(NamedTuple):
-    """The split of packed tensors into entries.
+class Packing(NamedTuple):
+    """The entries of a call, and how many of its heads each has.
 
     Attributes:
         batch: batch entries that are entries; 1 where they stay among the heads.
@@ -45,8 +45,8 @@ class Split(NamedTuple):
         share: Sequence[int],
         *,
         has_score: bool,
-    ) -> Split:
-        """The split of a call.
+    ) -> Packing:
+        """The entries of a call.
 
         Args:
             entries: those of the masks.
@@ -57,13 +57,13 @@ class Split(NamedTuple):
             has_score: whether a score program tells batch entries apart.
 
         Returns:
-            The split.
+            The entries; `PLAIN` where nothing is packed anew.
 
         Raises:
             ValueError: the masks are of another number of batch entries or heads.
         """
         if not has_score and entries.number == 1:
-            return WHOLE
+            return PLAIN
         first = (share[0], share[1]) if share else (0, 0)
         for what, number, begin, have in (
             ("batch entries", batch, first[0], entries.batch),
@@ -79,7 +79,7 @@ class Split(NamedTuple):
             return cls(batch, *heads, True, entries, first)
         if entries.batch > 1 or (has_score and batch > 1):
             return cls(batch, entries=entries, first=first)
-        return WHOLE
+        return PLAIN
 
     @property
     def queries(self) -> int:
@@ -119,7 +119,7 @@ class Split(NamedTuple):
         return AttnSlices.unchecked(*ranges, *totals, slices.bits)
 
 
-WHOLE = Split()
+PLAIN = Packing()
 
 
 def packed(x: Tensor, entries: int) -> Tensor:

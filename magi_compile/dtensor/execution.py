@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.entries import WHOLE, Split
+from magi_compile.dtensor.entries import PLAIN, Packing
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
 from magi_compile.dtensor.planning.local_cover import positions_of_keys
@@ -45,30 +45,30 @@ class DeviceStage:
         self.route = route
         self.entry = entry
         self._plans: dict[Hashable, Plan] = {}
-        self._split: dict[Split, AttnSlices] = {}
+        self._by_packing: dict[Packing, AttnSlices] = {}
 
     @property
     def is_empty(self) -> bool:
         return len(self.slices) == 0
 
-    def slices_of(self, split: Split) -> AttnSlices:
-        """The slices over the packed rows and keys of all entries of `split`."""
-        if split is WHOLE:
+    def slices_of(self, packing: Packing) -> AttnSlices:
+        """The slices over the packed rows and keys of all entries of `packing`."""
+        if packing is PLAIN:
             return self.slices
-        if split not in self._split:
+        if packing not in self._by_packing:
             refuse_to_be_recorded(self.slices.q_ranges)
             with _compat.outside_of_modes():
-                self._split[split] = split.slices(self.slices, self.entry)
-        return self._split[split]
+                self._by_packing[packing] = packing.slices(self.slices, self.entry)
+        return self._by_packing[packing]
 
-    def kernel_plan(self, kernel: Kernel, problem: AttnProblem, split: Split = WHOLE) -> Plan:
+    def kernel_plan(self, kernel: Kernel, problem: AttnProblem, packing: Packing = PLAIN) -> Plan:
         key: Hashable = (kernel.name, kernel.plan_key(problem))
-        if split is not WHOLE:
-            key = (key, split)
+        if packing is not PLAIN:
+            key = (key, packing)
         if key not in self._plans:
             refuse_to_be_recorded(self.slices.q_ranges)
             with _compat.outside_of_modes():
-                self._plans[key] = kernel.plan(self.slices_of(split), problem)
+                self._plans[key] = kernel.plan(self.slices_of(packing), problem)
         return self._plans[key]
 
 
@@ -179,7 +179,7 @@ class Scoring(NamedTuple):
     places: Sequence[int]
     sums: Mapping[int, Tensor] = {}
 
-    def over(self, plan: DevicePlan, split: Split, *stages: DeviceStage) -> ScoreCall:
+    def over(self, plan: DevicePlan, packing: Packing, *stages: DeviceStage) -> ScoreCall:
         """The call over the keys of stages, one behind the other."""
         parts = [plan.positions(stage) for stage in stages]
         keys = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -189,7 +189,7 @@ class Scoring(NamedTuple):
             tables[at_queries] = plan.positions()
         if at_keys >= 0:
             tables[at_keys] = keys
-        sizes = (plan.rows, len(keys), split.nheads if split.by_head else 1)
+        sizes = (plan.rows, len(keys), packing.nheads if packing.by_head else 1)
         return ScoreCall(self.program, tables, self.symbols, *sizes, self.sums)
 
 
@@ -202,7 +202,7 @@ class Execution(NamedTuple):
     collective: Collective
     group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup  # of gradients on their way home
-    split: Split = WHOLE  # of heads into entries
+    packing: Packing = PLAIN  # of heads into entries
     scoring: Scoring | None = None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.entries import WHOLE, packed
+from magi_compile.dtensor.entries import PLAIN, packed
 from magi_compile.dtensor.execution import Execution, MergedStage, routes_of
 from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.overlap import EarlyKernel
@@ -24,8 +24,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, execution: Execution, max_scores: Tensor | None = None
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of the group call it together. `q` and what comes out are packed by
-    entries as `execution.split` says, k and v are not. `max_scores` as in `Kernel.forward`."""
-    plan, kernel, problem, collective, group, _, split, scoring = execution
+    entries as `execution.packing` says, k and v are not. `max_scores` as in `Kernel.forward`."""
+    plan, kernel, problem, collective, group, _, packing, scoring = execution
     if plan.merged is not None:
         return _forward_merged(q, k, v, plan.merged, execution, max_scores)
     partial_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -43,12 +43,12 @@ def forward(
             continue
         k_stage, v_stage = keys
         slices, score = stage.slices, None
-        if split is not WHOLE:
-            k_stage, v_stage = (packed(x, split.keys) for x in keys)
-            slices = stage.slices_of(split)
+        if packing is not PLAIN:
+            k_stage, v_stage = (packed(x, packing.keys) for x in keys)
+            slices = stage.slices_of(packing)
         if scoring is not None:
-            score = scoring.over(plan, split, stage)
-        kernel_plan = stage.kernel_plan(kernel, problem, split)
+            score = scoring.over(plan, packing, stage)
+        kernel_plan = stage.kernel_plan(kernel, problem, packing)
         result = kernel.forward(
             *(q, k_stage, v_stage, slices, kernel_plan, problem),
             prior=result,
@@ -71,11 +71,11 @@ def _forward_merged(
     max_scores: Tensor | None,
 ) -> ForwardOutput:
     """Attention over local and remote keys in one call, which begins with the local ones if the kernel can."""
-    plan, kernel, problem, collective, group, _, split, scoring = execution
+    plan, kernel, problem, collective, group, _, packing, scoring = execution
     # What can fail does so before rows are on their way.
     early_plan = stage.early_plan(kernel, problem)
     both = stage.side_by_side if early_plan is None else None
-    kernel_plan = both.kernel_plan(kernel, problem, split) if both else Plan()
+    kernel_plan = both.kernel_plan(kernel, problem, packing) if both else Plan()
     casts = collective.casts((k, v), [stage.route], group)
     cast = next(casts)
     if both is None:
@@ -92,10 +92,12 @@ def _forward_merged(
         result = steps.finish()
     else:
         pairs = zip((k, v), cast.wait(), strict=True)
-        k_all, v_all = (packed(torch.cat(pair), split.keys) for pair in pairs)
+        k_all, v_all = (packed(torch.cat(pair), packing.keys) for pair in pairs)
         result = kernel.forward(
-            *(q, k_all, v_all, both.slices_of(split), kernel_plan, problem),
-            score=None if scoring is None else scoring.over(plan, split, stage.local, stage.remote),
+            *(q, k_all, v_all, both.slices_of(packing), kernel_plan, problem),
+            score=None
+            if scoring is None
+            else scoring.over(plan, packing, stage.local, stage.remote),
             max_scores=max_scores,
         )
     assert next(casts, None) is None

@@ -24,8 +24,8 @@ from magi_compile import _compat
 from magi_compile.dtensor.agreement import Call, require_agreement
 from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.entries import (
-    WHOLE,
-    Split,
+    PLAIN,
+    Packing,
     packed,
     packed_rows,
     unpacked,
@@ -71,7 +71,7 @@ class _Options(NamedTuple):
         symbols: the ints that it captures.
         score: the text of the score program; "" for none.
         places: see `Scoring`; empty without a score program.
-        share: see `Split.of`.
+        share: see `Packing.of`.
         wanted: the numbers of the captured tensors whose gradients are asked for; no argument of the forward.
     """
 
@@ -114,13 +114,13 @@ class _Options(NamedTuple):
         problem = problem_of(q, k, v, scale, self.softcap)
         if self.return_max_scores:
             problem = replace(problem, has_max_scores=True)
-        split = WHOLE
+        packing = PLAIN
         if self.score or not plan.is_exact:
-            split = self._split(plan, q, k)
+            packing = self._packing(plan, q, k)
             problem = replace(
                 problem,
-                nheads_q=q.shape[1] // split.queries,
-                nheads_kv=k.shape[1] // split.keys,
+                nheads_q=q.shape[1] // packing.queries,
+                nheads_kv=k.shape[1] // packing.keys,
                 has_bits=plan.bits is not None,
                 has_score=bool(self.score),
             )
@@ -128,12 +128,12 @@ class _Options(NamedTuple):
         chosen = _select_kernel(problem, self.kernel or None, needs)
         moving = select_collective(self.collective, group, q.device)
         reduce_group = _compat.resolve_process_group(self.reduce_group_name)
-        return Execution(plan, chosen, problem, moving, group, reduce_group, split, scoring)
+        return Execution(plan, chosen, problem, moving, group, reduce_group, packing, scoring)
 
-    def _split(self, plan: DevicePlan, q: Tensor, k: Tensor) -> Split:
+    def _packing(self, plan: DevicePlan, q: Tensor, k: Tensor) -> Packing:
         batch = self.batch_entries
         heads = q.shape[1] // batch, k.shape[1] // batch
-        return Split.of(plan.entries, batch, heads, self.share or (), has_score=bool(self.score))
+        return Packing.of(plan.entries, batch, heads, self.share or (), has_score=bool(self.score))
 
     def _scoring(self) -> tuple[Scoring, ScoreNeeds]:
         """The score program, and what a kernel has to know of it."""
@@ -161,17 +161,17 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
             f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
             "take those of RankPlan.dispatch.keys.positions(rank), padding included"
         )
-    queries, split = scaled.q, execution.split
-    if split is not WHOLE:
-        queries = packed(queries, split.queries)
+    queries, packing = scaled.q, execution.packing
+    if packing is not PLAIN:
+        queries = packed(queries, packing.queries)
     max_scores = new_max_scores(queries) if options.return_max_scores else None
     out, lse = forward(queries, k, v, execution, max_scores)
     if max_scores is None:
         max_scores = lse.new_empty(0)
-    elif split is not WHOLE:
-        max_scores = unpacked_rows(max_scores, split.queries)
-    if split is not WHOLE:
-        out, lse = unpacked(out, split.queries), unpacked_rows(lse, split.queries)
+    elif packing is not PLAIN:
+        max_scores = unpacked_rows(max_scores, packing.queries)
+    if packing is not PLAIN:
+        out, lse = unpacked(out, packing.queries), unpacked_rows(lse, packing.queries)
     return out.contiguous(), lse, max_scores
 
 
@@ -194,7 +194,7 @@ def _cp_ffa_bwd(
     options = _Options.of_backward(*others) if len(others) > _MAX_SCORES else _Options(*others)
     scaled = _scaled(q, options) if options.score else Scaled.of(q, options.softmax_scale)
     execution = options.execution(scaled, k, v, is_backward=True)
-    queries, split = scaled.q, execution.split
+    queries, packing = scaled.q, execution.packing
     if execution.scoring is None:
         sums = q.new_empty(0, dtype=torch.float32)
     else:
@@ -202,13 +202,13 @@ def _cp_ffa_bwd(
         sums = new_sums(tables, wanted, q)
         parts = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
         execution = execution._replace(scoring=execution.scoring._replace(sums=parts))
-    if split is not WHOLE:
-        dout, queries, out = (packed(x, split.queries) for x in (dout, queries, out))
-        lse = packed_rows(lse, split.queries)
-        dlse = None if dlse is None else packed_rows(dlse, split.queries)
+    if packing is not PLAIN:
+        dout, queries, out = (packed(x, packing.queries) for x in (dout, queries, out))
+        lse = packed_rows(lse, packing.queries)
+        dlse = None if dlse is None else packed_rows(dlse, packing.queries)
     dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
-    if split is not WHOLE:
-        dq = unpacked(dq, split.queries)
+    if packing is not PLAIN:
+        dq = unpacked(dq, packing.queries)
     return scaled.gradient(dq), dk, dv, sums
 
 

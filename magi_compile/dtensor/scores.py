@@ -115,7 +115,7 @@ def attention_in_graph(
         score_mod: of the indices of the whole sequence.
         chosen: names of kernel, collective, group and reduce_group.
         batch_entries: how many are among the heads.
-        share: as in `Split.of`.
+        share: as in `Packing.of`.
         return_max_scores: whether the largest scores are asked for.
 
     Returns:

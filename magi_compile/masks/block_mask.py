@@ -198,7 +198,28 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
         UnsupportedMaskError: intervals cannot express the mask, or it differs between heads.
         ValueError: the mask_mod's captured tensors are not as it needs them, or the block lists contradict it.
     """
-    return convert_block_mask(block_mask, batch).slices
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise TypeError(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}")
+    own_batch = block_mask.shape[0]
+    if batch is None:
+        batch = own_batch
+    batch = int(batch) if is_int(batch) else batch  # of NumPy's
+    check_count("batch", batch, 1)
+    most = (MAX_SEQLEN - 1) // max(*block_mask.seq_lengths, 1)
+    if batch > most:
+        raise ValueError(
+            f"`batch` must be at most {most}, so that all rows and keys are less than 2**30, got {batch}"
+        )
+    if own_batch not in (1, batch):
+        raise ValueError(
+            f"`batch` must be {own_batch}, the batch size of `block_mask`, got {batch}"
+        )
+    device = block_mask.kv_num_blocks.device
+    traced = trace_mask_mod(block_mask.mask_mod, device)
+    if traced.program.is_always_true:
+        return _from_lists(block_mask, batch)
+    intervals = _intervals_of(traced, batch, block_mask.seq_lengths, device)
+    return _agreed(traced, intervals, block_mask)
 
 
 def reached_by(block_mask: BlockMask) -> Reached:
@@ -319,32 +340,6 @@ def _converted(
     with _evaluating(reasons):
         slices = slices_with_bits(mask_mod, grid, listed, device)
     return Converted(without_padding(slices), watched, is_by_head)
-
-
-def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Converted:
-    """`slices_from_block_mask`, for somebody who keeps the result."""
-    if not hasattr(block_mask, "kv_num_blocks"):
-        raise TypeError(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}")
-    own_batch = block_mask.shape[0]
-    if batch is None:
-        batch = own_batch
-    batch = int(batch) if is_int(batch) else batch  # of NumPy's
-    check_count("batch", batch, 1)
-    most = (MAX_SEQLEN - 1) // max(*block_mask.seq_lengths, 1)
-    if batch > most:
-        raise ValueError(
-            f"`batch` must be at most {most}, so that all rows and keys are less than 2**30, got {batch}"
-        )
-    if own_batch not in (1, batch):
-        raise ValueError(
-            f"`batch` must be {own_batch}, the batch size of `block_mask`, got {batch}"
-        )
-    device = block_mask.kv_num_blocks.device
-    traced = trace_mask_mod(block_mask.mask_mod, device)
-    if traced.program.is_always_true:
-        return Converted(_from_lists(block_mask, batch), traced.watched)
-    intervals = _intervals_of(traced, batch, block_mask.seq_lengths, device)
-    return Converted(_agreed(traced, intervals, block_mask), traced.watched)
 
 
 def convert_mask_mod(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from magi_compile.dtensor.entries import Split
+from magi_compile.dtensor.entries import Packing
 from magi_compile.dtensor.execution import unpack
 from magi_compile.dtensor.make_plan import _converted
 from magi_compile.dtensor.planning import rank_plan
@@ -116,7 +116,7 @@ def test_ranks_show_the_mask_together(seed):
             here = dense[..., row : row + 128, key : key + 128]
             needed[row : row + 128, key : key + 128] = here.any()
     entries = batch * heads
-    split = Split.of(entries_of(mask), batch, (heads, heads), (), has_score=False)
+    packing = Packing.of(entries_of(mask), batch, (heads, heads), (), has_score=False)
     found = torch.zeros(2, entries, rows, keys, dtype=torch.int64)
     for rank in range(cp_size):
         planned = plan_rank(mask, cp_size, rank, OPTIONS[seed % 3])
@@ -126,7 +126,7 @@ def test_ranks_show_the_mask_together(seed):
         owned = planned.dispatch.keys.positions(rank)
         for number, stages in enumerate((on_device.forward, on_device.backward)):
             for stage in stages:
-                slices = stage.slices_of(split)
+                slices = stage.slices_of(packing)
                 at_keys = on_device.positions(stage)
                 if stage.route is not None:
                     seen = needed[at_rows[is_row].long()].any(0)
@@ -157,8 +157,8 @@ def test_other_bits_are_another_plan():
 def test_a_share_of_the_masks():
     dense = torch.rand(2, HEADS, 60, 60, generator=torch.Generator().manual_seed(0)) < 0.5
     stage = unpack(*plan_rank(planned_mask(dense), 1, 0).tensors("cpu")).forward[0]
-    split = Split.of(entries_of(planned_mask(dense)), 1, (2, 1), (1, 2), has_score=False)
-    slices = stage.slices_of(split)
+    packing = Packing.of(entries_of(planned_mask(dense)), 1, (2, 1), (1, 2), has_score=False)
+    slices = stage.slices_of(packing)
     rows, keys = slices.seqlen_q // 2, slices.seqlen_k  # two heads that read the same keys
     shown = slices.to_dense().view(2, rows, keys)[:, :60, :60]
     torch.testing.assert_close(shown, dense[1, 2:])
