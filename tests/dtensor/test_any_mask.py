@@ -11,9 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import magi_compile
 from magi_compile.dtensor import ContextParallelOptions, context_parallel, make_plan, plan
+from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.scores import read_score_mod
+from magi_compile.kernels.select import KERNELS
 from magi_compile.lowering.backend import make_backend
 from magi_compile.ops.sinks import lse_with_sinks, out_with_sinks
+from tests.dtensor.support import early_on_cpus, phases_on_cpus
 from tests.dtensor.test_packing_with_context_parallel import mesh_of
 
 S, HEADS, KV_HEADS, D = 160, 4, 2, 8
@@ -379,6 +383,39 @@ def run_one_call(group):
 
 def test_a_plan_for_a_kernel_that_begins_early(ranks_of):
     ranks_of(2).run(run_one_call)
+
+
+def run_without_overlap_inside(group, name):
+    """By a kernel that begins early, or whose backward has steps: neither of these with what slices do not say."""
+    support = {"phased_cpu": phases_on_cpus, "early_cpu": early_on_cpus}[name]
+    classes = {"phased_cpu": "PhasedCpuKernel", "early_cpu": "EarlyCpuKernel"}
+    phases_on_cpus.steps.clear()
+    early_on_cpus.free.clear()
+    (q, k, v, slopes, bias), dout, _ = inputs()
+    options = ContextParallelOptions(chunk_size=16, degree=0, backward_degree=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KERNELS, name, f"{support.__name__}:{classes[name]}")
+        for make, score_mod in ((scattered, None), (of_heads, None), (causal, alibi(slopes, bias))):
+            p = plan(make(), mesh_of(group), options=options)
+            found = []
+            for kernel in (name, "cpu"):
+                leaves = leaves_of(p.shard(x[0].transpose(0, 1), 0) for x in (q, k, v))
+                out, *_ = context_parallel_attention(
+                    *(*leaves, PlanTensors(p.meta, p.data), group),
+                    kernel=kernel,
+                    score_mod=score_mod,
+                )
+                dout_local = p.shard(dout[0].transpose(0, 1), 0)
+                found.append([out, *torch.autograd.grad(out, leaves, dout_local)])
+            for x, y in zip(*found, strict=True):
+                torch.testing.assert_close(x, y)
+    assert set(phases_on_cpus.steps) <= {"one call"}
+    assert not early_on_cpus.free
+
+
+@pytest.mark.parametrize("name", ["phased_cpu", "early_cpu"])
+def test_kernels_that_overlap_inside(ranks_of, name):
+    ranks_of(2).run(run_without_overlap_inside, name)
 
 
 def run_shares_of_heads(group):
