@@ -15,9 +15,11 @@ until that times out.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -51,6 +53,7 @@ class Agreement(NamedTuple):
     rows: int
     key_rows: int
     collective: int
+    score: int
     softmax_scale: float
     softcap: float
 
@@ -64,17 +67,25 @@ class Agreement(NamedTuple):
         softcap: float,
         name: str,
         batch_entries: int,
+        score: str = "",
     ) -> Agreement:
         """The call with this rank's plan and tensors, of which the heads are those of all `batch_entries`; `name` is
-        that of the collective."""
+        that of the collective, `score` the text of the score program."""
         (rows, nheads_q, head_dim), (key_rows, nheads_kv, _) = q.shape, k.shape
         dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, name)
         nheads_q, nheads_kv = nheads_q // batch_entries, nheads_kv // batch_entries
         return Agreement(
             *(plan.digest, plan.cp_size, dtype, batch_entries, nheads_q, nheads_kv),
-            *(head_dim, v.shape[2], rows, key_rows, collective),
+            *(head_dim, v.shape[2], rows, key_rows, collective, _number_of(score) if score else 0),
             *(scale, softcap),
         )
+
+
+@lru_cache(maxsize=1024)
+def _number_of(text: str) -> int:
+    """63 bits that two different texts do not share."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class _Said(NamedTuple):
@@ -306,6 +317,7 @@ _ASPECTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "softmax_scale": ("the scale of the scores", str),
     "softcap": ("`softcap`", str),
     "collective": ("`collective`", lambda x: _NAMES[x]),
+    "score": ("`score_mod`", lambda x: f"score program {x:016x}" if x else "none"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,21 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
+from magi_compile.dtensor.scores import attention_in_graph, read_score_mod
 from magi_compile.dtensor.transport.collectives import CollectiveName, check_collective
 from magi_compile.kernels.base import KernelName
 from magi_compile.masks.arguments import check_count, check_flag
+from magi_compile.ops.arguments import short
 from magi_compile.ops.attention import AttnOutput
-from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_rows
+from magi_compile.ops.dtensors import (
+    PACKED,
+    are_distributed,
+    shards_of,
+    share_of,
+    shifted_score_mod,
+    wrapped,
+    wrapped_rows,
+)
 from magi_compile.ops.validation import as_autocast, check_options, check_qkv
 
 
@@ -33,6 +44,8 @@ def context_parallel_attention(
     reduce_group: dist.ProcessGroup | str | None = None,
     batch_entries: int = 1,
     return_max_scores: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    share: Sequence[int] = (),
 ) -> AttnOutput:
     """Attention over a sequence that is spread over the ranks of `group`; differentiable.
 
@@ -55,6 +68,11 @@ def context_parallel_attention(
         batch_entries: how many entries of a batch are among the heads, the same on every rank.
         return_max_scores: whether to return the largest score of each of this rank's rows as well, over the keys of all
             ranks.
+        score_mod: what becomes of the scaled scores, as FlexAttention takes it: a function of a score and of batch
+            entry, head, query and key in the whole sequence. Gradients of tensors that it captures are this rank's
+            parts. In compiled code for backend="magi" and `enable()`.
+        share: the numbers of the first batch entry and of the first head of q, where the plan's mask has others before
+            or behind them on other ranks.
 
     Returns:
         `AttnOutput(out, lse, max_scores)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse and, with return_max_scores,
@@ -72,6 +90,7 @@ def context_parallel_attention(
     q, k, v = as_autocast(q, k, v)
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
+        share = share or share_of(shards)
         out, *rows = context_parallel_attention(
             *(*shards[:3], plan, name),
             softmax_scale=softmax_scale,
@@ -81,6 +100,8 @@ def context_parallel_attention(
             reduce_group=reduce_group,
             batch_entries=batch_entries,
             return_max_scores=return_max_scores,
+            score_mod=shifted_score_mod(score_mod, shards),
+            share=share,
         )
         of_heads = [wrapped_rows(x, shards, PACKED) for x in rows]
         return AttnOutput(wrapped(out, shards), *of_heads)  # type: ignore[arg-type]
@@ -93,10 +114,27 @@ def context_parallel_attention(
     names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
     if collective is not None:
         check_collective(collective)
-    chosen = (kernel or "", "auto" if collective is None else collective)
+    chosen = (kernel or "", "auto" if collective is None else collective, *names)
+    rest: tuple[Any, ...] = (batch_entries,)
+    scored = None
+    if score_mod is not None:
+        if softcap:
+            raise ValueError(
+                f"`softcap` must be 0.0 beside a `score_mod`, which has it, got {softcap}"
+            )
+        if torch.compiler.is_compiling():
+            found = attention_in_graph(
+                *(q, k, v, plan, softmax_scale, score_mod, chosen, batch_entries, list(share)),
+                return_max_scores=return_max_scores,
+            )
+            return AttnOutput(*found)
+        factors, scored = read_score_mod(score_mod, q.device)
+        softmax_scale, softcap = softmax_scale * factors.scale, factors.softcap
+    if scored is not None or share or return_max_scores:
+        of_score = (None, None, "", None) if scored is None else scored
+        rest = short((batch_entries, return_max_scores, *of_score, list(share)), 1)
     out, lse, max_scores = torch.ops.magi.cp_attention(
-        *(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen, *names),
-        *(batch_entries, return_max_scores),
+        *(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen), *rest
     )
     return AttnOutput(out, lse, max_scores if return_max_scores else None)
 

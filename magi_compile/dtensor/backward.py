@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile.dtensor.entries import PLAIN, packed, unpacked
 from magi_compile.dtensor.execution import Execution, routes_of
 from magi_compile.dtensor.transport.collectives import Collective, PendingReduce, Route
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
@@ -24,26 +25,31 @@ from magi_compile.kernels.plan import Plan
 
 
 def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput:
-    """Gradients of this rank's rows of q, k and v; all ranks of the group call it together.
+    """Gradients of this rank's rows of q, k and v; all ranks of the group call it together. Rows of queries and dq are
+    packed by entries as `execution.packing` says; k, v, dk and dv are not. Those of captured tensors are added to the
+    sums of `execution.scoring`.
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
-    plan, kernel, problem, collective, group, reduce_group = execution
+    plan, kernel, problem, collective, group, reduce_group, packing, scoring = execution
     q, k, v, out, lse = saved
     queries = SavedQueries(q, out, lse)
     home = _KeyGradients(k, v, collective, reduce_group)
     dq_shares: list[Tensor] = []
     # What can fail does so before rows are on their way.
     kernel_plans = [
-        Plan() if stage.is_empty else stage.kernel_plan(kernel, problem) for stage in plan.backward
+        Plan() if stage.is_empty else stage.kernel_plan(kernel, problem, packing)
+        for stage in plan.backward
     ]
+    # No kernel does the other calls in steps.
+    has_steps = scoring is None and packing is PLAIN and not problem.has_bits
     casts = collective.casts((k, v), routes_of(plan.backward), group)
     cast = next(casts, None)  # the first one starts
     for stage, kernel_plan in zip(plan.backward, kernel_plans, strict=True):
         keys: Sequence[Tensor] = (k, v)
         route, steps = stage.route, None
         if route is not None:
-            if isinstance(kernel, PhasedKernel) and not stage.is_empty:
+            if has_steps and isinstance(kernel, PhasedKernel) and not stage.is_empty:
                 steps = kernel.phased_backward(grads, queries, stage.slices, kernel_plan, problem)
                 steps.begin()  # what needs no keys, while they travel
             assert cast is not None
@@ -58,8 +64,17 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
             home.send(route, dk, dv)  # while dq is completed, and during the next stage
             dq_shares.append(steps.finish())
         else:
-            of_stage = Saved(q, keys[0], keys[1], out, lse)
-            dq, dk, dv = kernel.backward(grads, of_stage, stage.slices, kernel_plan, problem)
+            k_stage, v_stage = keys
+            slices, score = stage.slices, None
+            if packing is not PLAIN:
+                k_stage, v_stage = (packed(x, packing.keys) for x in keys)
+                slices = stage.slices_of(packing)
+            if scoring is not None:
+                score = scoring.over(plan, packing, stage)
+            of_stage = Saved(q, k_stage, v_stage, out, lse)
+            dq, dk, dv = kernel.backward(grads, of_stage, slices, kernel_plan, problem, score=score)
+            if packing is not PLAIN:
+                dk, dv = (unpacked(x, packing.keys) for x in (dk, dv))
             home.send(route, dk, dv)
             dq_shares.append(dq)
     # Before the wait for the last reduce, because it hides a little of it.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,32 +17,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor.entries import PLAIN, Packing
+from magi_compile.dtensor.planning.chunks import Placement, tensor_of
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
+from magi_compile.dtensor.planning.local_cover import positions_of_keys
 from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.plan import Plan
+from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
 class DeviceStage:
-    """A stage as the op runs it: slices and rows on the device, and the kernel's own plans of them."""
+    """A stage as the op runs it: slices and rows on the device, and the kernel's own plans of them.
 
-    def __init__(self, slices: AttnSlices, route: Route | None):
+    Args:
+        slices: over the rows and keys of one entry.
+        route: that of keys; None where they are the rank's own.
+        entry: int32 `[num_slices]`, the entries whose slices they are; None where all have the same.
+    """
+
+    def __init__(self, slices: AttnSlices, route: Route | None, entry: Tensor | None = None):
         self.slices = slices
         self.route = route
+        self.entry = entry
         self._plans: dict[Hashable, Plan] = {}
+        self._by_packing: dict[Packing, AttnSlices] = {}
 
     @property
     def is_empty(self) -> bool:
         return len(self.slices) == 0
 
-    def kernel_plan(self, kernel: Kernel, problem: AttnProblem) -> Plan:
-        key = kernel.name, kernel.plan_key(problem)
+    def slices_of(self, packing: Packing) -> AttnSlices:
+        """The slices over the packed rows and keys of all entries of `packing`."""
+        if packing is PLAIN:
+            return self.slices
+        if packing not in self._by_packing:
+            refuse_to_be_recorded(self.slices.q_ranges)
+            with _compat.outside_of_modes():
+                self._by_packing[packing] = packing.slices(self.slices, self.entry)
+        return self._by_packing[packing]
+
+    def kernel_plan(self, kernel: Kernel, problem: AttnProblem, packing: Packing = PLAIN) -> Plan:
+        key: Hashable = (kernel.name, kernel.plan_key(problem))
+        if packing is not PLAIN:
+            key = (key, packing)
         if key not in self._plans:
             refuse_to_be_recorded(self.slices.q_ranges)
             with _compat.outside_of_modes():
-                self._plans[key] = kernel.plan(self.slices, problem)
+                self._plans[key] = kernel.plan(self.slices_of(packing), problem)
         return self._plans[key]
 
 
@@ -70,7 +96,10 @@ class MergedStage:
         return self._joined(self.local.slices.seqlen_k)
 
     def early_plan(self, kernel: Kernel, problem: AttnProblem) -> Any:
-        """The early plan of an `EarlyKernel`; None for other kernels."""
+        """The early plan of an `EarlyKernel`; None for other kernels, and for score programs, which none of them
+        has."""
+        if problem.has_score:
+            return None
         key = kernel.name, kernel.plan_key(problem)
         if key not in self._early:
             plan = None
@@ -109,6 +138,59 @@ class DevicePlan:
     forward: list[DeviceStage]
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
+    queries: Placement  # who holds which rows, and which keys
+    keys: Placement
+    bits: Tensor | None = None  # the blocks of bits of all stages
+    entries: Entries = ONE_ENTRY
+    is_exact: bool = True  # neither blocks of bits nor entries with masks of their own
+    _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
+
+    def positions(self, stage: DeviceStage | None = None) -> Tensor:
+        """The positions in the sequence of the keys of a stage, or of the rows of this rank: int32, on the device; 0
+        for padding."""
+        if stage not in self._positions:
+            refuse_to_be_recorded(self.forward[0].slices.q_ranges)
+            with _compat.outside_of_modes():
+                self._positions[stage] = self._find_positions(stage)
+        return self._positions[stage]
+
+    def _find_positions(self, stage: DeviceStage | None) -> Tensor:
+        where = self.queries if stage is None else self.keys
+        recvs = None if stage is None or stage.route is None else stage.route.host_recvs
+        found = positions_of_keys(where, self.rank, recvs)
+        found = found.masked_fill(found >= where.total, 0)
+        return found.int().to(self.forward[0].slices.device)
+
+
+class Scoring(NamedTuple):
+    """The score program of a call, and the tensors that it takes.
+
+    Attributes:
+        program: it reads indices of this rank's rows and of a stage's keys, and looks up their positions.
+        tables: the tensors that it captures.
+        symbols: the ints that it captures.
+        places: the numbers of the tables of positions, of queries and of keys; -1 for one that it does not read.
+        sums: as in `ScoreCall`.
+    """
+
+    program: ScoreProgram
+    tables: Sequence[Tensor]
+    symbols: Sequence[int]
+    places: Sequence[int]
+    sums: Mapping[int, Tensor] = {}
+
+    def over(self, plan: DevicePlan, packing: Packing, *stages: DeviceStage) -> ScoreCall:
+        """The call over the keys of stages, one behind the other."""
+        parts = [plan.positions(stage) for stage in stages]
+        keys = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tables = list(self.tables)
+        at_queries, at_keys = self.places
+        if at_queries >= 0:
+            tables[at_queries] = plan.positions()
+        if at_keys >= 0:
+            tables[at_keys] = keys
+        sizes = (plan.rows, len(keys), packing.nheads if packing.by_head else 1)
+        return ScoreCall(self.program, tables, self.symbols, *sizes, self.sums)
 
 
 class Execution(NamedTuple):
@@ -120,6 +202,8 @@ class Execution(NamedTuple):
     collective: Collective
     group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup  # of gradients on their way home
+    packing: Packing = PLAIN  # of heads into entries
+    scoring: Scoring | None = None
 
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
@@ -148,15 +232,28 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
         position += torch.Size(shape).numel()
         return data[begin:position].view(shape)
 
+    num_blocks, *of_entries = take_counts(3)
+    entries = Entries(*of_entries)
+    bits = take(num_blocks, BLOCK, WORDS) if num_blocks else None
+    sizes = take_counts(3), take_counts(3)
+    queries, keys = (
+        Placement(total, chunk_size, tensor_of([take_counts(number) for _ in range(cp_size)]))
+        if chunk_size
+        else None
+        for total, chunk_size, number in sizes
+    )
+    assert queries is not None
+
     def stage() -> DeviceStage:
         is_local, num_slices, seqlen_k = take_counts(3)
         ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
-        slices = AttnSlices.unchecked(*ranges, rows, seqlen_k)
+        slices = AttnSlices.unchecked(*ranges, rows, seqlen_k, bits)
+        entry = take(num_slices) if entries.number > 1 else None
         if is_local:
-            return DeviceStage(slices, None)
+            return DeviceStage(slices, None, entry)
         num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
         host = num_runs + rest + take_counts(4 * sum(num_runs))
-        return DeviceStage(slices, Route.unpack(host, take(sum(num_runs), 4), cp_size))
+        return DeviceStage(slices, Route.unpack(host, take(sum(num_runs), 4), cp_size), entry)
 
     stages = [stage() for _ in range(num_forward + num_backward)]
     forward, backward = stages[:num_forward], stages[num_forward:]
@@ -164,4 +261,7 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     # A rank of which all keys are local or all are remote has one stage anyway.
     if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
         merged = MergedStage(*forward)
-    return DevicePlan(digest, rank, cp_size, rows, key_rows, forward, backward, merged)
+    sizes_of = (digest, rank, cp_size, rows, key_rows)
+    where = (queries, queries if keys is None else keys)
+    is_exact = bits is None and entries.number == 1
+    return DevicePlan(*sizes_of, forward, backward, merged, *where, bits, entries, is_exact)

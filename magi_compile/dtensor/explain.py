@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.stages import backward_seconds, early_seconds, forward_seconds
+from magi_compile.masks.bits import FIRST_BITS
 
 if TYPE_CHECKING:
     from magi_compile.dtensor.planning.comm_plan import Stage
@@ -25,10 +28,12 @@ class PlanExplanation:
         chunk_size: tokens that stay together.
         total_keys: keys, as many as tokens in self-attention.
         keys_local: of each rank, padding included.
-        area: visible (query, key) pairs of each rank's queries.
+        area: visible (query, key) pairs of each rank's queries, of blocks of bits all pairs; where batch entries or
+            heads have masks of their own, the mean of these.
         local_area: those of them whose key is on the same rank.
         received_rows: key rows of others that each rank receives, in a forward pass and again in a backward pass.
         sent_rows: key rows that each rank sends, once for each rank that receives them.
+        mask: how this rank has the mask, in words: slices, blocks of bits, and whose masks they are.
         forward: how a forward pass goes on, in words.
         backward: the same of a backward pass.
         forward_seconds: of a forward pass of the slowest rank, by the cost model.
@@ -47,6 +52,7 @@ class PlanExplanation:
     local_area: tuple[int, ...]
     received_rows: tuple[int, ...]
     sent_rows: tuple[int, ...]
+    mask: str
     forward: str
     backward: str
     forward_seconds: float
@@ -83,6 +89,7 @@ class PlanExplanation:
                 f"tokens    {self.total:,} over {size} ranks, {self.seqlen_local:,} each, in chunks of "
                 f"{self.chunk_size:,}",
                 *([keys] if is_cross else []),
+                f"mask      {self.mask}",
                 f"area      {sum(self.area):,} pairs, {local:.0%} of them with keys of the same rank",
                 f"balance   the heaviest rank has {self.imbalance:.3f} times the mean",
                 f"receives  {mean:,.0f} rows of keys a rank, at most {max(self.received_rows):,}, rank {self.rank} "
@@ -120,6 +127,7 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         local_area=local,
         received_rows=received,
         sent_rows=sent,
+        mask=_mask_in_words(plan),
         forward=early if plan.forward_is_early else _in_words(plan.forward),
         backward=_in_words(plan.backward),
         forward_seconds=forward,
@@ -133,6 +141,20 @@ def _degree_of(stages: list[Stage]) -> int:
     """Remote stages; 0 for one call over all keys. Where nothing moves there is none,
     and the cost model calls that 1."""
     return 0 if stages[0].transfer is not None else max(len(stages) - 1, 1)
+
+
+def _mask_in_words(plan: RankPlan) -> str:
+    types = torch.cat([stage.slices.mask_types for stage in plan.forward])
+    num_bits = int((types >= FIRST_BITS).sum())
+    words = f"{len(types)} slices on rank {plan.rank}"
+    if num_bits:
+        words += f", {num_bits} of them blocks of bits"
+    owners = [
+        f"{number} {what}"
+        for number, what in ((plan.entries.batch, "batch entries"), (plan.entries.heads, "heads"))
+        if number > 1
+    ]
+    return f"{words}; masks of {' and '.join(owners)}" if owners else words
 
 
 def _in_words(stages: list[Stage]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from magi_compile.dtensor.entries import PLAIN, packed
 from magi_compile.dtensor.execution import Execution, MergedStage, routes_of
 from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.overlap import EarlyKernel
@@ -22,9 +23,9 @@ from magi_compile.kernels.plan import Plan
 def forward(
     q: Tensor, k: Tensor, v: Tensor, execution: Execution, max_scores: Tensor | None = None
 ) -> ForwardOutput:
-    """This rank's rows of the attention; all ranks of the group call it together.
-    `max_scores` as in `Kernel.forward`."""
-    plan, kernel, problem, collective, group, _ = execution
+    """This rank's rows of the attention; all ranks of the group call it together. `q` and what comes out are packed by
+    entries as `execution.packing` says, k and v are not. `max_scores` as in `Kernel.forward`."""
+    plan, kernel, problem, collective, group, _, packing, scoring = execution
     if plan.merged is not None:
         return _forward_merged(q, k, v, plan.merged, execution, max_scores)
     partial_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -41,10 +42,18 @@ def forward(
         if stage.is_empty:
             continue
         k_stage, v_stage = keys
+        slices, score = stage.slices, None
+        if packing is not PLAIN:
+            k_stage, v_stage = (packed(x, packing.keys) for x in keys)
+            slices = stage.slices_of(packing)
+        if scoring is not None:
+            score = scoring.over(plan, packing, stage)
+        kernel_plan = stage.kernel_plan(kernel, problem, packing)
         result = kernel.forward(
-            *(q, k_stage, v_stage, stage.slices, stage.kernel_plan(kernel, problem), problem),
+            *(q, k_stage, v_stage, slices, kernel_plan, problem),
             prior=result,
             out_dtype=q.dtype if i == last else partial_dtype,
+            score=score,
             max_scores=max_scores,
         )
     if result is not None:
@@ -62,11 +71,11 @@ def _forward_merged(
     max_scores: Tensor | None,
 ) -> ForwardOutput:
     """Attention over local and remote keys in one call, which begins with the local ones if the kernel can."""
-    _, kernel, problem, collective, group, _ = execution
+    plan, kernel, problem, collective, group, _, packing, scoring = execution
     # What can fail does so before rows are on their way.
     early_plan = stage.early_plan(kernel, problem)
     both = stage.side_by_side if early_plan is None else None
-    kernel_plan = both.kernel_plan(kernel, problem) if both else Plan()
+    kernel_plan = both.kernel_plan(kernel, problem, packing) if both else Plan()
     casts = collective.casts((k, v), [stage.route], group)
     cast = next(casts)
     if both is None:
@@ -82,9 +91,14 @@ def _forward_merged(
             steps.main()
         result = steps.finish()
     else:
-        k_all, v_all = (torch.cat(pair) for pair in zip((k, v), cast.wait(), strict=True))
+        pairs = zip((k, v), cast.wait(), strict=True)
+        k_all, v_all = (packed(torch.cat(pair), packing.keys) for pair in pairs)
         result = kernel.forward(
-            *(q, k_all, v_all, both.slices, kernel_plan, problem), max_scores=max_scores
+            *(q, k_all, v_all, both.slices_of(packing), kernel_plan, problem),
+            score=None
+            if scoring is None
+            else scoring.over(plan, packing, stage.local, stage.remote),
+            max_scores=max_scores,
         )
     assert next(casts, None) is None
     return result

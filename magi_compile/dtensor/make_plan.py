@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, overload
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
+from magi_compile._kept import Made, Memo
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.cost import CostModel
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
@@ -26,7 +28,13 @@ from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_count
-from magi_compile.masks.block_mask import Converted, convert_block_mask, convert_mask_mod
+from magi_compile.masks.block_mask import (
+    Converted,
+    convert_mask_mod,
+    convert_whole_block_mask,
+    reached_by,
+)
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops.validation import check_list
 
 if TYPE_CHECKING:
@@ -50,13 +58,13 @@ class HostPlan:
         slices: the mask of the whole sequence, on the CPU.
         planned: the plan of the rank.
         cost: the rates by which it was planned.
-        is_of_entry: whether other batch entries may have other masks.
+        of_unknown: as in `SequencePlan`.
     """
 
     slices: AttnSlices
     planned: RankPlan
     cost: CostModel
-    is_of_entry: bool
+    of_unknown: str
 
     @_compat.outside_of_modes()
     def on(self, mesh: DeviceMesh | dist.ProcessGroup) -> SequencePlan:
@@ -83,7 +91,7 @@ class HostPlan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes: workers of a DataLoader would put every tensor into a shared memory of its own.
-        parts = (self.slices, self.planned, self.cost, self.is_of_entry)
+        parts = (self.slices, self.planned, self.cost, self.of_unknown)
         return _unpickled, (pickle.dumps(parts, pickle.HIGHEST_PROTOCOL),)
 
 
@@ -170,8 +178,9 @@ def plan(
     spread too: `SequencePlan.keys`. Every rank holds equally many, as far as possible those that its queries see.
 
     Args:
-        mask: the mask of the whole sequence, shared by all batch entries: a BlockMask for one batch entry and all heads
-            (PyTorch's or that of `magi_compile.create_block_mask`), `AttnSlices`, or a mask_mod. None is causal.
+        mask: the mask of the whole sequence: a BlockMask (PyTorch's or that of `magi_compile.create_block_mask`),
+            `AttnSlices`, or a mask_mod. None is causal. Where batch entries or heads have masks of their own, a
+            BlockMask that is made for as many.
         mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group.
         masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed
             once, so that each rank has the same total work.
@@ -197,9 +206,8 @@ def plan(
             mask's; `masks` have different lengths; `weights` do not fit them; `permutation` is not a permutation of the
             sequence; `keys` are not as many as those of the mask; `ranks` are no rank of so many, or come with `mesh`
             or `keys`.
-        UnsupportedMaskError: slices cannot express the mask.
-        NotImplementedError: batch entries have masks of their own. Of a mask_mod that reads `b`, and of a BlockMask of
-            one for a single entry, attention says so where the batch has more than one.
+        UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, for example.
+        MaskDataError: the mask_mod looks up what a captured tensor does not have, or block lists contradict it.
     """
     if ranks is None:
         group, device = group_of(mesh), _device_of(mesh)
@@ -240,7 +248,7 @@ def plan(
         keys=None if keys is None else [None if x is None else x.placement for x in tokens],
     )
     hosts = [
-        HostPlan(of_mask.slices, of_rank, options.cost, of_mask.is_of_entry)
+        HostPlan(of_mask.slices, of_rank, options.cost, of_mask.of_unknown)
         for of_mask, of_rank in zip(converted, planned, strict=True)
     ]
     made: list[Any] = hosts if group is None else _placed(hosts, tokens, group, device)
@@ -277,7 +285,7 @@ def _placed(
             if where not in spread:
                 spread[where] = SpreadTokens(where, host.planned.rank, group, device)
             of_keys = spread[where]
-        rest = (group, device, host.cost, of_keys, host.is_of_entry)
+        rest = (group, device, host.cost, of_keys, host.of_unknown)
         made.append(SequencePlan(host.slices, host.planned, *rest))
     return made
 
@@ -364,8 +372,19 @@ def _lengths_of(seqlen: Any, keys: SpreadTokens | None) -> tuple[int, int] | Non
     return pair[0], pair[1]
 
 
-def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> Converted:
-    """The slices of `mask` on the CPU, of the first batch entry."""
+class _Given(NamedTuple):
+    """A mask that was read: slices on the CPU, or a cover.
+
+    Attributes:
+        slices: what it shows.
+        of_unknown: the indices that it depends on, b or h, of which it does not say how many there are.
+    """
+
+    slices: AttnSlices
+    of_unknown: str = ""
+
+
+def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> _Given:
     from torch.nn.attention.flex_attention import BlockMask
 
     if isinstance(mask, BlockMask):
@@ -373,15 +392,9 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
             raise ValueError(
                 "`mask` must cover the whole sequence, got the mask of a plan; pass the original mask"
             )
-        if mask.shape[0] != 1:
-            raise NotImplementedError(
-                "`mask` must be made for one batch entry, which all entries share, got "
-                f"{mask.shape[0]}; pack entries with "
-                "masks of their own into one sequence, as documents"
-            )
-        found = convert_block_mask(mask)
+        found = _of_block_mask(mask)
     elif isinstance(mask, AttnSlices):
-        found = Converted(mask, None)
+        found = _Given(mask.to("cpu"))
     elif mask is not None and not callable(mask):
         raise TypeError(
             f"`mask` must be a BlockMask, AttnSlices, a mask_mod or None, got {type(mask).__name__}"
@@ -396,15 +409,39 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
             raise ValueError(
                 f"`mask` must be given for {seqlen[0]} queries and {seqlen[1]} keys, got None (causal)"
             )
-        found = Converted(AttnSlices.causal(seqlen[0]), None)
+        found = _Given(AttnSlices.causal(seqlen[0]))
     else:
-        found = convert_mask_mod(mask, *seqlen, device)
+        found = _given(convert_mask_mod(mask, *seqlen, device), ONE_ENTRY)
     slices = found.slices
     lengths = (slices.seqlen_q, slices.seqlen_k)
     if seqlen is not None and lengths != seqlen:
         wanted, got = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
         raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {got}")
-    return found._replace(slices=slices.to("cpu"))
+    return found
+
+
+# Those that were evaluated for all pairs, which takes long.
+_evaluated: Memo[_Given] = Memo(16, lambda given: [])
+
+
+def _of_block_mask(mask: BlockMask) -> _Given:
+    def convert() -> Made:
+        reached = reached_by(mask)  # followed before it is called, since that may change it
+        of_mask = convert_whole_block_mask(mask)
+        nheads = mask.kv_indices.shape[-3] if of_mask.is_by_head else 1
+        given = _given(of_mask, Entries(of_mask.batch, nheads))
+        if of_mask.slices.bits is None or of_mask.watched is None or not reached.is_unchanged():
+            return Made(given, None)
+        lists = [x for x in (getattr(mask, name) for name in BlockLists._fields) if x is not None]
+        return Made(given, [*of_mask.watched, *lists], reached.is_unchanged)
+
+    return _evaluated.get((mask,), (), convert, torch.device("cpu"))
+
+
+def _given(of_mask: Converted, entries: Entries) -> _Given:
+    unknown = "b" if of_mask.is_of_entry and entries.batch == 1 else ""
+    unknown += "h" if of_mask.is_of_head and entries.heads == 1 else ""
+    return _Given(Cover.of(of_mask.slices, entries), unknown)
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ text = p.keys.shard(text, dim=1)      of cross attention: this rank's keys
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -21,6 +22,7 @@ from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.explain import PlanExplanation, explain_plan
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.planning.cover import Cover
 from magi_compile.dtensor.planning.rank_plan import (
     PlanTensors,
     RankPlan,
@@ -35,6 +37,8 @@ from magi_compile.ops.dtensors import (
     PADDED,
     are_distributed,
     shards_of,
+    share_of,
+    shifted_score_mod,
     wrapped,
     wrapped_rows,
 )
@@ -81,10 +85,11 @@ class SequencePlan(SpreadTokens):
         device: of the mesh.
         cost: the rates by which it was planned.
         keys: how the keys are spread, where they are not the tokens themselves.
-        is_of_entry: whether other batch entries may have other masks than this one, which is that of the first.
+        of_unknown: the indices, "b", "h" or both, that the mask depends on and does not say the number of: it is that
+            of the first batch entry or head.
 
     Attributes:
-        slices: the mask of the whole sequence, for `magi_compile.flex_flash_attention` inside `context_parallel`.
+        is_exact: whether slices say the mask, all of it, for all batch entries and heads; only then there are `slices`.
         is_cross: whether the keys are another sequence than the queries.
     """
 
@@ -96,7 +101,7 @@ class SequencePlan(SpreadTokens):
         device: torch.device,
         cost: CostModel = DEFAULT_COST,
         keys: SpreadTokens | None = None,
-        is_of_entry: bool = False,
+        of_unknown: str = "",
     ):
         where = planned.dispatch
         super().__init__(where, planned.rank, group, device)
@@ -104,15 +109,19 @@ class SequencePlan(SpreadTokens):
         self.meta, self.data = planned.tensors(device)
         for x in (self.meta, self.data):
             _compat.expect_other_lengths(x)
-        pairs, area = where.total * where.keys.total, slices.area()
+        # A cover is none of these.
+        pairs = where.total * where.keys.total
+        area = -1 if isinstance(slices, Cover) else slices.area()
         self.is_full = area == pairs
         is_half = not self.is_cross and area == (pairs + where.total) // 2
         self.is_causal = is_half and _is_causal(slices)
+        self.is_exact = not isinstance(slices, Cover)
         lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
         whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
         vars(whole).update(plan=self, digest=self.meta[:1].clone())
-        self.slices = cast(SpreadSlices, whole)
-        self._planned, self._cost, self._is_of_entry = planned, cost, is_of_entry
+        self._slices = cast(SpreadSlices, whole)
+        self._entries = planned.entries
+        self._planned, self._cost, self._of_unknown = planned, cost, of_unknown
         self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
 
@@ -120,6 +129,29 @@ class SequencePlan(SpreadTokens):
     def keys(self) -> SpreadTokens:
         """The spread of the keys; for self-attention, whose keys are its tokens, the plan itself."""
         return self if self._keys is None else self._keys
+
+    @property
+    def slices(self) -> SpreadSlices:
+        """The mask for `magi_compile.flex_flash_attention` inside `context_parallel`."""
+        if not self.is_exact:
+            raise NotImplementedError(
+                "`slices` of a plan say no blocks of bits, nor masks of each batch entry or head, "
+                "which the mask of this plan has; call flex_attention with `block_mask`, or SequencePlan.attention"
+            )
+        return self._slices
+
+    def _refuse_several(self, q: Tensor) -> None:
+        """Raises where `q` has several batch entries or heads, and the mask is made for the first one alone."""
+        batch = q.shape[0] if q.ndim == 4 else 1
+        for index, name, what, number in (
+            ("b", "B", "batch entry", batch),
+            ("h", "H", "head", q.shape[1]),
+        ):
+            if index in self._of_unknown and number > 1:
+                raise NotImplementedError(
+                    f"`q` must have one {what}, because the mask_mod of the plan depends on it ({index}), got "
+                    f"{number}; plan a BlockMask that is made for all of them, create_block_mask(..., {name}={number})"
+                )
 
     @property
     def block_mask(self) -> BlockMask:
@@ -154,6 +186,7 @@ class SequencePlan(SpreadTokens):
         k: Tensor,
         v: Tensor,
         *,
+        score_mod: Callable[..., Any] | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -168,6 +201,7 @@ class SequencePlan(SpreadTokens):
         k: Tensor,
         v: Tensor,
         *,
+        score_mod: Callable[..., Any] | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -182,6 +216,7 @@ class SequencePlan(SpreadTokens):
         k: Tensor,
         v: Tensor,
         *,
+        score_mod: Callable[..., Any] | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -195,6 +230,7 @@ class SequencePlan(SpreadTokens):
         k: Tensor,
         v: Tensor,
         *,
+        score_mod: Callable[..., Any] | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -210,6 +246,10 @@ class SequencePlan(SpreadTokens):
                     dimension.
             k: `[B, Hkv, keys.seqlen_local, D]` or `[keys.seqlen_local, Hkv, D]`; Hkv divides Hq.
             v: `[B, Hkv, keys.seqlen_local, Dv]` or `[keys.seqlen_local, Hkv, Dv]`.
+            score_mod: what becomes of the scaled scores, as FlexAttention takes it: a function of a score and of batch
+                entry, head, query and key in the whole sequence; differentiable. Gradients of tensors that it captures
+                are this rank's parts: sum them over the ranks, as those of any replicated parameter. In compiled code
+                for backend="magi" and `magi_compile.enable()`.
             scale: factor of the scores; None stands for `D ** -0.5`.
             softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
             sinks: `[Hq]`, one more score of each head in every softmax, with a value of 0; differentiable. A DTensor
@@ -229,12 +269,13 @@ class SequencePlan(SpreadTokens):
             TypeError: q, k or v is no tensor, return_lse no bool, or return_aux no AuxRequest.
             ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have
                 planned different masks, or differ in shapes, dtypes or options.
-            NotImplementedError: no kernel runs this, or the mask depends on the batch entry and there are several.
+            NotImplementedError: no kernel runs this; the mask depends on the batch entry or the head, and was made for
+                one; the score_mod is no pointwise function, or in a graph for another backend.
         """
         with_max = asks_for_max_scores(return_lse, return_aux)
         check_options("scale", scale, softcap)
         out, lse, max_scores = self.attend(
-            *(q, k, v, self.meta, scale, softcap), return_max_scores=with_max
+            *(q, k, v, self.meta, scale, softcap), score_mod, return_max_scores=with_max
         )
         if sinks is not None:
             check_sinks(sinks, "q", q, q.shape[1])
@@ -250,10 +291,13 @@ class SequencePlan(SpreadTokens):
         meta: Tensor,
         scale: float | None,
         softcap: float,
+        score_mod: Callable[..., Any] | None = None,
+        share: Sequence[int] = (),
         *,
         return_max_scores: bool = False,
     ) -> AttnOutput:
-        """Attention by `meta`, which says what that of the plan says, shaped as q is."""
+        """Attention by `meta`, which says what that of the plan says, shaped as q is. `share` as in
+        `context_parallel_attention`."""
         for name, x in {"q": q, "k": k, "v": v}.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
@@ -262,17 +306,15 @@ class SequencePlan(SpreadTokens):
                     f"`{name}` must be [B, H, seqlen_local, D] or [seqlen_local, H, D], like `q`, got "
                     f"shape {list(x.shape)}"
                 )
-        if q.ndim == 4 and q.shape[0] != 1 and self._is_of_entry:
-            raise NotImplementedError(
-                "`q` must have one batch entry, because the mask_mod of the plan depends on it (b), "
-                f"got {q.shape[0]}; pack entries with "
-                "masks of their own into one sequence, as documents, or give a mask_mod without b"
-            )
+        if self._of_unknown:
+            self._refuse_several(q)
         if are_distributed(q, k, v):
             layout = PADDED if q.ndim == 4 else PACKED
             shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
             out, *rows = self.attend(
-                *(*shards[:3], meta, scale, softcap), return_max_scores=return_max_scores
+                *(*shards[:3], meta, scale, softcap, shifted_score_mod(score_mod, shards)),
+                share_of(shards),
+                return_max_scores=return_max_scores,
             )
             of_rows: Any = [wrapped_rows(x, shards, layout) for x in rows]
             return AttnOutput(wrapped(out, shards), *of_rows)
@@ -292,6 +334,8 @@ class SequencePlan(SpreadTokens):
             "softmax_scale": scale,
             "softcap": softcap,
             "return_max_scores": return_max_scores,
+            "score_mod": score_mod,
+            "share": share if self._entries.number > 1 else (),
         }
         if q.ndim == 3:
             return context_parallel_attention(q, k, v, tensors, self.group_name, **options)

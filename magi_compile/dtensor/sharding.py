@@ -16,6 +16,9 @@ import torch.distributed as dist
 from magi_compile import _compat
 from magi_compile.ops.sharding import heads_divide, of_backward
 
+# Among the arguments behind q, k, v, meta and data.
+_GROUP, _MAX_SCORES = 4, 7
+
 
 @cache
 def register_rules() -> None:
@@ -27,34 +30,41 @@ def register_rules() -> None:
     first: Any = Shard(0)
     second: Any = Shard(1)
 
-    def of_rows(k: Any, group_name: str) -> list[Any]:
+    def of_rows(k: Any, options: Any, tables: Any) -> list[Any]:
         """Placements of rows and of lse: tokens, or heads, or all of them."""
         # Equal meshes may have groups of other names.
-        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(group_name))
+        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(options[_GROUP]))
         others = [dist.get_process_group_ranks(k.mesh.get_group(dim)) for dim in range(k.mesh.ndim)]
         found = [(first, second)] if ranks in others else []
         if others != [ranks]:
             found.append((replicated, replicated))
-            if heads_divide(k):
+            # A score_mod tells heads apart: a shard of them would have other numbers.
+            if heads_divide(k) and not tables:
                 found.append((second, first))
         return found
 
+    def tables_of(options: Any, at: int) -> Any:
+        # DTensor leaves out what has its default.
+        return (options[at] if len(options) > at else None) or ()
+
     def forward(q: Any, k: Any, v: Any, meta: Any, data: Any, *options: Any) -> list[Any]:
-        rest = [replicated] * 2
-        has_max_scores = len(options) > 7 and options[7]  # DTensor leaves out what has its default
+        tables = tables_of(options, _MAX_SCORES + 1)
+        rest = [replicated] * (2 + len(tables))
+        has_max_scores = len(options) > _MAX_SCORES and options[_MAX_SCORES]
         return [
             ([rows, lse, lse if has_max_scores else replicated], [rows, rows, rows, *rest])
-            for rows, lse in of_rows(k, options[4])
+            for rows, lse in of_rows(k, options, tables)
         ]
 
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
     ) -> list[Any]:
         _, _, *options = others
-        rest = [replicated] * 2 + [None] * len(options)
+        tables = tables_of(options, _MAX_SCORES)  # which is no argument of it
+        rest = [replicated] * (2 + len(tables))
         return [
-            ([rows] * 3, of_backward(dlse, rows, of_lse) + rest)
-            for rows, of_lse in of_rows(k, options[4])
+            ([*[rows] * 3, replicated], of_backward(dlse, rows, of_lse) + rest)
+            for rows, of_lse in of_rows(k, options, tables)
         ]
 
     ops: Any = torch.ops.magi

@@ -20,7 +20,7 @@ from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.integrations.packed_documents import starts_of_documents
 from magi_compile.integrations.transformers import masks_of_layers
 from magi_compile.masks import AttnSlices
-from magi_compile.masks.block_mask import convert_block_mask
+from magi_compile.masks.block_mask import slices_from_block_mask
 
 PLAN = "context_parallel_plan"  # the key under which a batch has its PlannedBatch
 MASKS = "context_parallel_masks"  # the argument of the model that its decoder takes for `attention_mask`
@@ -118,7 +118,7 @@ class LayerSlices:
         masks = masks_of_layers(self.config, positions)
         if positions.shape[1] == 1:  # transformers takes a token for a step of generation
             return dict.fromkeys(masks, AttnSlices.causal(1))
-        return {name: convert_block_mask(mask).slices for name, mask in masks.items()}
+        return {name: slices_from_block_mask(mask) for name, mask in masks.items()}
 
 
 def _counted(lengths: Tensor) -> Tensor:

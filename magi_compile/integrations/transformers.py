@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from magi_compile._warnings import warn_once
 from magi_compile.dtensor.context.attention import attend_by
-from magi_compile.dtensor.context.positions import with_given_positions
+from magi_compile.dtensor.context.positions import is_over_ranks, with_given_positions
 from magi_compile.dtensor.sequence_plan import SpreadMask
 from magi_compile.integrations.packed_documents import (
     MaskFunction,
@@ -266,6 +266,11 @@ def magi_attention(
     lists = lists_given(rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k"), (batch, rows, keys))
     bias: Tensor | None = rest.get("position_bias")
     if bias is not None:
+        if replacements() is not None or is_over_ranks(attention_mask):
+            raise NotImplementedError(
+                "`position_bias` must be None inside context_parallel, because a model makes it of the positions that "
+                "its tokens have on their rank; call flex_attention with a score_mod that looks up what it learns"
+            )
         _check_bias(bias, (batch, nheads, rows, keys))
     if replacements() is None and isinstance(getattr(attention_mask, "mask_mod", None), SpreadMask):
         return _attend_over_ranks(module, query, key, value, attention_mask, scaling, rest)
@@ -301,9 +306,9 @@ def _with_documents(
     sizes: tuple[int, int, int],
 ) -> BlockMask | None:
     """The mask of a layer within the documents that `lists` or `positions` say."""
-    is_over_ranks = replacements() is not None and mask is not None
+    is_spread = replacements() is not None and mask is not None
     # The first layer asks for all.
-    if is_over_ranks and not getattr(module, "layer_idx", 0) and are_of_rows(positions, sizes[1]):
+    if is_spread and not getattr(module, "layer_idx", 0) and are_of_rows(positions, sizes[1]):
         mask = with_given_positions(mask, positions, module.training)
     if lists is not None:
         return within_documents(mask, lists, documents_of_lists, sizes)

@@ -147,7 +147,7 @@ def _version_of_sources() -> str:
     """The version and a digest of all that a compiled graph of ours is made by, which Inductor's caches on disk must
     not take from other sources: code that was compiled for an op with other arguments or strides fails."""
     package = Path(__file__).parents[1]
-    folders = ("masks", "score", "plan", "kernels", "ops", "lowering")
+    folders = ("masks", "score", "plan", "kernels", "ops", "lowering", "dtensor")
     files = sorted(path for folder in folders for path in (package / folder).rglob("*.py"))
     digest = hashlib.sha256()
     for path in files:

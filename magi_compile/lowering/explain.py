@@ -12,7 +12,9 @@ import torch
 from torch.fx import GraphModule
 
 from magi_compile.lowering import regions
+from magi_compile.lowering.across_ranks import ACROSS_RANKS
 from magi_compile.lowering.flex import LoweredCall, lower_flex_attention
+from magi_compile.lowering.flex_call import graphs
 from magi_compile.lowering.options import DEFAULTS
 from magi_compile.lowering.report import Decision, LoweringReport
 from magi_compile.masks import AttnSlices, MaskType
@@ -88,8 +90,12 @@ class Explanation:
         if self.num_across_ranks:
             blocks.append(
                 f"{self.num_across_ranks} attentions run across ranks: SequencePlan.explain() shows "
-                "balance and communication"
+                "mask, balance and communication"
             )
+            scores = [
+                x.score for x in self.report.decisions if x.kernel == ACROSS_RANKS and x.score
+            ]
+            blocks += [f"across ranks with score {score}" for score in dict.fromkeys(scores)]
         return "\n".join([*blocks, str(self.report)])
 
 
@@ -116,9 +122,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     explanation = Explanation()
 
     def backend(gm: GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        names = [getattr(node.target, "__name__", "") for node in gm.graph.nodes]
-        explanation.num_across_ranks += sum(name.startswith("cp_attention") for name in names)
         calls = lower_flex_attention(gm, DEFAULTS, explanation.report)
+        nodes = [node for graph in graphs(gm) for node in graph.graph.nodes]
+        names = [getattr(node.target, "__name__", "") for node in nodes]
+        explanation.num_across_ranks += sum(name.startswith("cp_attention") for name in names)
         for call in calls:
             call.node.target = _recording(call, explanation)
             if call.mask is not None:

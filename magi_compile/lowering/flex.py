@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, output_like
+from magi_compile.lowering.across_ranks import emit_across_ranks, plan_of
 from magi_compile.lowering.analysis import Analysis, analyze, decision_on
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
@@ -246,7 +248,7 @@ def lower_flex_attention(
         report: where the decisions are written.
 
     Returns:
-        What became of every FlexAttention call.
+        What became of every FlexAttention call, but of those across ranks.
 
     Raises:
         LoweringRefusedError: a call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU,
@@ -269,6 +271,11 @@ def _lower_graph(
     lowered = []
     for node in nodes:
         call = FlexCall.parse(gm, node, root)
+        if (plan := plan_of(call)) is not None:
+            decision, outputs = emit_across_ranks(Emitter(gm.graph, node), call, plan)
+            report.add(decision)
+            _replace_outputs(call, outputs)
+            continue
         found = analyze(call, options)
         decision = decision_on(call, found)
         report.add(decision)
@@ -301,6 +308,12 @@ def _replace(
     if key not in masks:
         masks[key] = emit_mask(emit, route, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])
+    _replace_outputs(call, outputs)
+    return attention, masks[key]
+
+
+def _replace_outputs(call: FlexCall, outputs: Sequence[Node]) -> None:
+    """Puts the results of other nodes in place of a call."""
     for user in list(call.node.users):
         assert user.target is operator.getitem, user
         if user.users:
@@ -310,4 +323,3 @@ def _replace(
             user.replace_all_uses_with(outputs[index])
         call.node.graph.erase_node(user)
     call.node.graph.erase_node(call.node)
-    return attention, masks[key]

@@ -322,7 +322,7 @@ def _is_by_head(mask: MaskOfCall) -> bool:
     if program.is_always_true:  # so that block lists decide
         return value_of(mask.call.block_lists[0]).shape[1] > 1
     # Its expression knows better than its code, where there is one.
-    return program.is_by_head if program.refusals else program.differs_by_head
+    return program.looks_at("h") if program.refusals else program.differs_by_head
 
 
 @dataclass

@@ -125,7 +125,7 @@ def _visible_blocks(
             _verify(traced, intervals)
             return visible_blocks(intervals, rows, keys)
         reasons = traced.program.refusals
-        if not _looks_at_head(traced):
+        if not _looks_at("h", traced):
             grid = grid._replace(heads=ONE_MASK)
     except UnsupportedMaskError as error:
         reasons = error.reasons
@@ -198,78 +198,6 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
         UnsupportedMaskError: intervals cannot express the mask, or it differs between heads.
         ValueError: the mask_mod's captured tensors are not as it needs them, or the block lists contradict it.
     """
-    return convert_block_mask(block_mask, batch).slices
-
-
-def reached_by(block_mask: BlockMask) -> Reached:
-    """All that a BlockMask says, and that its mask_mod can reach."""
-    says = ("mask_mod", "seq_lengths", "BLOCK_SIZE", *BlockLists._fields)
-    return Reached(block_mask, "mask_mod", says)
-
-
-class Converted(NamedTuple):
-    """A converted BlockMask.
-
-    Attributes:
-        slices: what it shows.
-        watched: the captured tensors that they were read from: as long as these stay as they are, so do the slices;
-            None where nobody knows which those are.
-        is_by_head: whether the slices are those of heads, each of which is a batch entry of its own.
-        is_of_entry: whether the mask depends on the batch entry.
-    """
-
-    slices: AttnSlices
-    watched: list[Tensor] | None
-    is_by_head: bool = False
-    is_of_entry: bool = False
-
-
-def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
-    """The slices of any BlockMask, with bit blocks where intervals cannot express it.
-
-    Waits for the device if the mask is on a GPU. Beside a mask_mod that shows everything the block lists decide.
-
-    Args:
-        block_mask: made in any way.
-        batch: number of batch entries.
-        heads: how many q and keys have, for masks that differ between heads.
-
-    Returns:
-        The slices, and what the mask_mod looks at.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
-    """
-    device, (seqlen_q, seqlen_k) = block_mask.kv_num_blocks.device, block_mask.seq_lengths
-    mask_mod, traced = block_mask.mask_mod, None
-    try:
-        traced = read_mask_mod(mask_mod, device)
-        reasons = traced.program.refusals
-    except UnsupportedMaskError as error:
-        reasons = tuple(error.reasons)
-    watched = traced.watched if traced else None
-    is_everything = traced is not None and traced.program.is_always_true
-    if traced is not None and not is_everything:
-        sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        intervals = exact_intervals(
-            traced.program, traced.tables, (), **sizes, heads=heads, device=device
-        )
-        if intervals is not None:
-            is_by_head = intervals.heads != ONE_MASK
-            return Converted(_agreed(traced, intervals, block_mask), watched, is_by_head)
-    grid = Grid(batch, ONE_MASK, seqlen_q, seqlen_k)
-    listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid, decide=is_everything)
-    is_by_head = listed.differ_by_head if is_everything else _looks_at_head(traced)
-    if is_everything and not is_by_head:
-        return Converted(_from_lists(block_mask, batch), watched)
-    grid = grid._replace(heads=heads) if is_by_head else grid
-    with _evaluating(reasons):
-        slices = slices_with_bits(mask_mod, grid, listed, device)
-    return Converted(without_padding(slices), watched, is_by_head)
-
-
-def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Converted:
-    """`slices_from_block_mask`, for somebody who keeps the result."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}")
     own_batch = block_mask.shape[0]
@@ -289,16 +217,136 @@ def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Conve
     device = block_mask.kv_num_blocks.device
     traced = trace_mask_mod(block_mask.mask_mod, device)
     if traced.program.is_always_true:
-        return Converted(_from_lists(block_mask, batch), traced.watched)
+        return _from_lists(block_mask, batch)
     intervals = _intervals_of(traced, batch, block_mask.seq_lengths, device)
-    slices = _agreed(traced, intervals, block_mask)
-    return Converted(slices, traced.watched, is_of_entry=traced.program.differs_by_entry)
+    return _agreed(traced, intervals, block_mask)
+
+
+def reached_by(block_mask: BlockMask) -> Reached:
+    """All that a BlockMask says, and that its mask_mod can reach."""
+    says = ("mask_mod", "seq_lengths", "BLOCK_SIZE", *BlockLists._fields)
+    return Reached(block_mask, "mask_mod", says)
+
+
+class Converted(NamedTuple):
+    """A converted BlockMask.
+
+    Attributes:
+        slices: what it shows.
+        watched: the captured tensors that they were read from: as long as these stay as they are, so do the slices;
+            None where nobody knows which those are.
+        is_by_head: whether the slices are those of heads, each of which is a batch entry of its own.
+        batch: how many batch entries the slices are of.
+        is_of_entry: whether the mask may depend on the batch entry.
+        is_of_head: whether the mask may depend on the head.
+    """
+
+    slices: AttnSlices
+    watched: list[Tensor] | None
+    is_by_head: bool = False
+    batch: int = 1
+    is_of_entry: bool = False
+    is_of_head: bool = False
+
+
+def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
+    """The slices of any BlockMask, with bit blocks where intervals cannot express it.
+
+    Waits for the device if the mask is on a GPU. Beside a mask_mod that shows everything the block lists decide.
+
+    Args:
+        block_mask: made in any way.
+        batch: number of batch entries.
+        heads: how many q and keys have, for masks that differ between heads.
+
+    Returns:
+        The slices, and what the mask_mod looks at.
+
+    Raises:
+        MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
+    """
+    traced, reasons = _read(block_mask.mask_mod, block_mask.kv_num_blocks.device)
+    return _converted(block_mask, batch, heads, traced, reasons)
+
+
+def convert_whole_block_mask(block_mask: BlockMask) -> Converted:
+    """`convert_any_block_mask` of the batch entries and heads that a BlockMask is made for, and no more entries than
+    have masks of their own.
+
+    Each of these heads reads keys of its own.
+
+    Args:
+        block_mask: made in any way.
+
+    Returns:
+        The slices, of which entries and heads they are, and of what the mask depends.
+
+    Raises:
+        MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
+    """
+    *_, batch, nheads = (1, 1, *block_mask.kv_indices.shape[:-2])
+    traced, reasons = _read(block_mask.mask_mod, block_mask.kv_num_blocks.device)
+    is_of_entry = _depends_on("b", traced)
+    if batch > 1 and not is_of_entry and not _lists_differ_by_entry(block_mask):
+        batch = 1
+    found = _converted(block_mask, batch, Heads(nheads, nheads), traced, reasons)
+    is_of_head = _depends_on("h", traced)
+    return found._replace(batch=batch, is_of_entry=is_of_entry, is_of_head=is_of_head)
+
+
+def _lists_differ_by_entry(block_mask: BlockMask) -> bool:
+    """True if beside a mask_mod that may show everything the lists of batch entries differ."""
+    num_q, num_k = (
+        -(-seqlen // size)
+        for seqlen, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
+    )
+    return any(bool((x != x[:1]).any()) for x in _lists_of(block_mask).grids(num_q, num_k))
+
+
+def _read(mask_mod: MaskMod, device: torch.device) -> tuple[TracedMask | None, tuple[str, ...]]:
+    """A mask_mod as a program, if it can be read, and why it has no intervals."""
+    try:
+        traced = read_mask_mod(mask_mod, device)
+    except UnsupportedMaskError as error:
+        return None, tuple(error.reasons)
+    return traced, traced.program.refusals
+
+
+def _converted(
+    block_mask: BlockMask,
+    batch: int,
+    heads: Heads,
+    traced: TracedMask | None,
+    reasons: Sequence[str],
+) -> Converted:
+    """`convert_any_block_mask` of a mask_mod that was read."""
+    device, (seqlen_q, seqlen_k) = block_mask.kv_num_blocks.device, block_mask.seq_lengths
+    mask_mod, watched = block_mask.mask_mod, traced.watched if traced else None
+    is_everything = traced is not None and traced.program.is_always_true
+    if traced is not None and not is_everything:
+        sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        intervals = exact_intervals(
+            traced.program, traced.tables, (), **sizes, heads=heads, device=device
+        )
+        if intervals is not None:
+            is_by_head = intervals.heads != ONE_MASK
+            return Converted(_agreed(traced, intervals, block_mask), watched, is_by_head)
+    grid = Grid(batch, ONE_MASK, seqlen_q, seqlen_k)
+    listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid, decide=is_everything)
+    is_by_head = listed.differ_by_head if is_everything else _looks_at("h", traced)
+    if is_everything and not is_by_head:
+        return Converted(_from_lists(block_mask, batch), watched)
+    grid = grid._replace(heads=heads) if is_by_head else grid
+    with _evaluating(reasons):
+        slices = slices_with_bits(mask_mod, grid, listed, device)
+    return Converted(without_padding(slices), watched, is_by_head)
 
 
 def convert_mask_mod(
     mask_mod: MaskMod, seqlen_q: int, seqlen_k: int, device: torch.device
 ) -> Converted:
-    """The slices of a mask_mod of one batch entry, the first, without a BlockMask.
+    """The slices of a mask_mod of the first batch entry and head, without a BlockMask, with bit blocks where intervals
+    cannot express it.
 
     Nothing waits for a GPU where the mask_mod captures no tensor on one, and makes none there.
 
@@ -309,22 +357,41 @@ def convert_mask_mod(
         device: of b, h, q and kv, as the mask_mod sees them.
 
     Returns:
-        The slices, in normal form, where the captured tensors are; on the CPU where the mask_mod only compares b, q and
-        kv.
+        The slices, where the captured tensors are; on the CPU where the mask_mod only compares b, h, q and kv.
 
     Raises:
-        UnsupportedMaskError: intervals cannot express the mask.
-        ValueError: captured tensors are not as the mask_mod needs them.
+        UnsupportedMaskError: the mask_mod can be neither read nor evaluated.
+        MaskDataError: captured tensors are not as the mask_mod needs them.
     """
-    traced = trace_mask_mod(mask_mod, device)
+    traced, reasons = _read(mask_mod, device)
+    place = device if traced is None else _place_of(traced, device)
+    watched = None if traced is None else traced.watched
+    found = Converted(
+        AttnSlices.full(0),
+        watched,
+        is_of_entry=_depends_on("b", traced),
+        is_of_head=_depends_on("h", traced),
+    )
+    if traced is not None:
+        sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        intervals = exact_intervals(
+            traced.program, traced.tables, (), **sizes, heads=ONE_MASK, device=place
+        )
+        if intervals is not None:
+            _verify(traced, intervals)
+            return found._replace(slices=slices_from_intervals(intervals))
+    grid = Grid(1, ONE_MASK, seqlen_q, seqlen_k)
+    with _evaluating(reasons):
+        slices = slices_with_bits(mask_mod, grid, None, place)
+    return found._replace(slices=without_padding(slices))
+
+
+def _place_of(traced: TracedMask, device: torch.device) -> torch.device:
+    """The device of the captured tensors; the CPU where there are none, and none were made on `device`."""
     places = {x.device for x in traced.tables}
-    if not (places or traced.program.columns):  # which it may have made on `device`
-        places = {torch.device("cpu")}
-    place = places.pop() if len(places) == 1 else device
-    intervals = _intervals_of(traced, 1, (seqlen_q, seqlen_k), place)
-    _verify(traced, intervals)
-    slices = slices_from_intervals(intervals)
-    return Converted(slices, traced.watched, is_of_entry=traced.program.differs_by_entry)
+    if not (places or traced.program.columns or not traced.program.is_verifiable):
+        return torch.device("cpu")
+    return places.pop() if len(places) == 1 else device
 
 
 def _intervals_of(
@@ -380,11 +447,18 @@ def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
     return slices.to(block_mask.kv_num_blocks.device)
 
 
-def _looks_at_head(traced: TracedMask | None) -> bool:
-    """True if a mask_mod may look at the head."""
+def _looks_at(index: str, traced: TracedMask | None) -> bool:
+    """True if a mask_mod may look at an index, "b" or "h"."""
     if traced is None or not traced.program.is_verifiable:
         return True
-    return traced.program.is_by_head
+    return traced.program.looks_at(index)
+
+
+def _depends_on(index: str, traced: TracedMask | None) -> bool:
+    """True if a mask may depend on an index, "b" or "h"."""
+    if traced is None or traced.program.refusals:
+        return _looks_at(index, traced)
+    return index in traced.program.expr.variables
 
 
 def _lists_of(block_mask: BlockMask) -> BlockLists:

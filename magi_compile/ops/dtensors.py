@@ -306,6 +306,11 @@ def _heads_that_are_read(
 # Masks and score_mods see the numbers of heads and entries in the whole tensors
 
 
+def share_of(shards: Shards) -> tuple[int, ...]:
+    """The numbers of the first batch entry and the first head of a rank that has a share of them, else nothing."""
+    return () if shards.heads is None and shards.entries is None else _firsts(shards)
+
+
 def shifted_score_mod(score_mod: Any, shards: Shards) -> Any:
     """`score_mod` for this rank's heads and entries."""
     if score_mod is None or (shards.heads is None and shards.entries is None):

@@ -291,7 +291,7 @@ def _ffa_bwd(
     dout, q, k, v, out = _packed(options.numbering, dout, q, k, v, out)
     check_op_gradients(dout, dlse, q, k, v, out, lse)
     kernel, problem, scaled, slices, plan, score = _prepared(options.of_forward, q, k, v)
-    sums = _sums(options, q)
+    sums = new_sums(options.tables or (), options.wanted or (), q)
     if score is not None and options.wanted:
         tables = options.tables or ()
         parts = split_sums(sums, tables, options.wanted)
@@ -314,10 +314,10 @@ def _like(x: Tensor, gradient: Tensor) -> Tensor:
     return by_entries(gradient, batch, seqlen, nheads)
 
 
-def _sums(options: BackwardOptions, q: Tensor) -> Tensor:
+def new_sums(tables: Sequence[Tensor], wanted: Sequence[int], q: Tensor) -> Tensor:
     """Zeros for the gradients of those of the captured tensors that are wanted, one behind the other: fp32, on a CPU
     fp64 if one of them is."""
-    some = [(options.tables or ())[number] for number in options.wanted or ()]
+    some = [tables[number] for number in wanted]
     is_wide = q.device.type == "cpu" and any(x.dtype == torch.float64 for x in some)
     dtype = torch.float64 if is_wide else torch.float32
     return q.new_zeros(sum(x.numel() for x in some), dtype=dtype)
@@ -347,7 +347,7 @@ def _ffa_bwd_fake(
     rows = _packed(options.numbering, q, k, v)
     grads = (_like(x, of_x.new_empty(of_x.shape)) for x, of_x in zip((q, k, v), rows, strict=True))
     dq, dk, dv = (x.new_empty_strided(x.shape, x.stride()) for x in grads)
-    return dq, dk, dv, _sums(options, q)
+    return dq, dk, dv, new_sums(options.tables or (), options.wanted or (), q)
 
 
 _OPTIONS = "Tensor? bits=None, Tensor[]? tables=None, SymInt[] symbols=[], str score='', SymInt[] numbering=[]"

@@ -21,7 +21,7 @@ from magi_compile.integrations.packed_documents import starts_of_documents
 from magi_compile.integrations.sharded_batches import BatchPlanner, LayerSlices
 from magi_compile.integrations.trainer import context_parallel
 from magi_compile.integrations.transformers import masks_of_layers
-from magi_compile.masks.block_mask import convert_block_mask
+from magi_compile.masks.block_mask import slices_from_block_mask
 from tests.dtensor.support.ranks import Ranks
 from tests.integrations import trainer_runs
 from tests.integrations.trainer_runs import (
@@ -336,7 +336,7 @@ def test_slices_of_document_lengths(name):
     found = layers.of(lengths)
     assert list(found) == list(masks) == list(layers.weights)
     for kind, mask in masks.items():
-        assert found[kind].content_key() == convert_block_mask(mask).slices.content_key()
+        assert found[kind].content_key() == slices_from_block_mask(mask).content_key()
     by_functions = found.keys() - layers.windows.keys()
     assert by_functions == ({"chunked_attention"} if name == "llama4" else set())
     if name == "gemma3":

@@ -11,7 +11,9 @@ pytest.importorskip("transformers")
 
 import magi_compile
 import magi_compile.integrations.transformers
+from magi_compile import AttnSlices
 from magi_compile.dtensor import ContextParallelOptions, context_parallel, plan
+from magi_compile.integrations.transformers import magi_attention
 from tests.dtensor.support.ranks import Ranks
 from tests.integrations.models import SEQLEN, make_model, positions, tokens
 
@@ -158,7 +160,10 @@ def documents_of_one_rank_each(group):
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
-RUNS = ["llama eager", "llama compiled", "gemma3 eager", "qwen3 compiled", "gpt_oss compiled"]
+RUNS = [
+    *("llama eager", "llama compiled", "gemma3 eager", "qwen3 compiled", "gpt_oss compiled"),
+    "gemma2 compiled",  # with a soft-cap
+]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -183,6 +188,21 @@ def test_masks_with_plans_need_no_context(run, ranks):
 
 def test_masks_with_plans_have_the_documents(ranks):
     ranks.run(wrong_use_of_plans)
+
+
+def with_a_bias(group):
+    q, k, v = (torch.randn(1, 4, SEQLEN, 8) for _ in range(3))
+    module = torch.nn.Module()
+    bias = torch.zeros(1, 4, SEQLEN // 2, SEQLEN // 2)
+    with context_parallel(group, mask=AttnSlices.causal(SEQLEN)) as plan:
+        local = [x[:, :, : plan.seqlen_local] for x in (q, k, v)]
+        with pytest.raises(NotImplementedError, match="`position_bias` must be None inside"):
+            magi_attention(module, *local, plan.block_mask, position_bias=bias)
+
+
+def test_a_bias_of_a_rank(ranks):
+    """Of the positions that tokens have on their rank."""
+    ranks.run(with_a_bias)
 
 
 def test_the_mask_must_be_given(ranks):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from magi_compile import _compat
+from magi_compile.dtensor.scores import MaskOverRanks
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask, SpreadSlices
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
@@ -34,7 +35,6 @@ from magi_compile.ops.attention import (
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.define import define
 from magi_compile.ops.over_ranks import Replacements, replaced
-from magi_compile.ops.score_mod import trace_score_mod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -155,6 +155,7 @@ def _attend(
     v: Tensor,
     scale: float | None,
     softcap: float,
+    score_mod: Any = None,
     *,
     return_max_scores: bool = False,
 ) -> AttnOutput:
@@ -162,7 +163,8 @@ def _attend(
     meta = mask.plan.meta
     if around is not None:
         meta = torch.ops.magi.plan_of_block(meta, mask.digest, around)
-    return mask.plan.attend(q, k, v, meta, scale, softcap, return_max_scores=return_max_scores)
+    given = (q, k, v, meta, scale, softcap, score_mod)
+    return mask.plan.attend(*given, return_max_scores=return_max_scores)
 
 
 def attend_by(
@@ -188,23 +190,18 @@ def _flex_operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator that PyTorch's `flex_attention` calls; its lse and its largest scores are in base 2."""
     mask_mod = block_mask[-1]
+    if isinstance(mask_mod, MaskOverRanks):  # is across ranks already, as a part of a graph
+        given = (query, key, value, score_mod, block_mask, scale, kernel_options)
+        return _FLEX(*given, *buffers)  # type: ignore[no-any-return]
     if not isinstance(mask_mod, SpreadMask):
         raise ValueError(_OTHER_MASK)
     if kernel_options.get("BACKEND", "AUTO") != "AUTO":
         raise NotImplementedError(
             "`kernel_options` must not ask for a BACKEND inside context_parallel, which runs its own kernels; remove it"
         )
-    softcap = 0.0
-    if score_mod is not _NO_SCORE_MOD:
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "`score_mod` must be None in compiled code inside context_parallel; for a scale or a soft-cap call "
-                "SequencePlan.attention(q, k, v, scale=..., softcap=...)"
-            )
-        score = trace_score_mod(score_mod)
-        scale, softcap = scale * score.scale, score.softcap
     out, *rows = _attend(
-        *(mask_mod, around, query, key, value, scale, softcap),
+        *(mask_mod, around, query, key, value, scale, 0.0),
+        None if score_mod is _NO_SCORE_MOD else score_mod,
         return_max_scores=bool(kernel_options.get("OUTPUT_MAX")),
     )
     in_base_2 = [x * (1 / math.log(2)) for x in rows if x is not None]
@@ -239,10 +236,10 @@ def _flex_attention(
         raise ValueError(_OTHER_MASK)
     _check_groups(query, key, enable_gqa)
     with_max = asks_for_max_scores(return_lse, return_aux)
-    score = trace_score_mod(score_mod)
-    scale = score.scale * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"`score_mod` must be a function or None, got {score_mod!r}")
     found = _attend(
-        *(block_mask.mask_mod, around, query, key, value, scale, score.softcap),
+        *(block_mask.mask_mod, around, query, key, value, scale, 0.0, score_mod),
         return_max_scores=with_max,
     )
     return returned(*found, return_lse=return_lse, return_aux=return_aux)
@@ -360,7 +357,8 @@ def _alike_of(slices: AttnSlices, plans: Sequence[SequencePlan]) -> SequencePlan
     known = _alike.get(slices)
     if known is None or known[0] is not plans:
         key = slices.content_key()
-        found = [planned for planned in plans if planned.slices.content_key() == key]
+        exact = [planned for planned in plans if planned.is_exact]
+        found = [planned for planned in exact if planned.slices.content_key() == key]
         # Of masks over other keys that look alike none is meant more than another.
         is_one = len(found) == 1 or (bool(found) and not any(x.is_cross for x in found))
         known = _alike[slices] = (plans, found[0] if is_one else None)

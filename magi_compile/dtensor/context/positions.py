@@ -28,6 +28,11 @@ FIRST_CALLS = 16
 _asked: WeakKeyDictionary[dist.ProcessGroup, list[int]] = WeakKeyDictionary()
 
 
+def is_over_ranks(mask: Any) -> bool:
+    """True if a mask is the BlockMask of a plan."""
+    return isinstance(getattr(mask, "mask_mod", None), SpreadMask)
+
+
 def with_given_positions(block_mask: Any, positions: Tensor, is_training: bool) -> BlockMask:
     """`block_mask`, of a plan, for attention in which tokens have `positions`; all ranks call it together,
     once in each forward.

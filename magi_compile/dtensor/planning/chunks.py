@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.dtensor.planning.cost import CostModel
+from magi_compile.dtensor.planning.cover import Cover
 from magi_compile.dtensor.planning.ranges import (
     Ranges,
     pick,
@@ -105,12 +106,13 @@ class ChunkTable:
 
     Attributes:
         chunk_size: rows of a chunk.
-        area: int64 `[num_chunks]`, visible (row, key) pairs.
+        area: int64 `[num_chunks]`, visible (row, key) pairs; where entries have masks of their own, the mean of all.
         needs: the keys that the rows of a chunk see, `owner` is the chunk; a chunk may have several ranges,
             which may overlap.
         rects: the mask itself, cut between chunks; every row of a rect sees a key; `needs` has one range of each.
         whole: int64 `[num_rects]`, which slice a rect was cut from; those of one slice follow each other.
         keys: where these are not the rows themselves.
+        num_entries: how many have masks of their own.
     """
 
     chunk_size: int
@@ -119,6 +121,7 @@ class ChunkTable:
     rects: Rects
     whole: Tensor
     keys: Keys | None = None
+    num_entries: int = 1
 
     @property
     def num_chunks(self) -> int:
@@ -140,7 +143,8 @@ class ChunkTable:
         area = torch.zeros(num_chunks, dtype=torch.int64, device="cpu").index_add_(
             0, chunk, rects.area()
         )
-        return ChunkTable(chunk_size, area, needs, rects, whole, keys)
+        number = slices.entries.number if isinstance(slices, Cover) else 1
+        return ChunkTable(chunk_size, mean_area(area, number), needs, rects, whole, keys, number)
 
     @staticmethod
     def together(tables: Sequence[ChunkTable], weights: Sequence[int]) -> ChunkTable:
@@ -162,6 +166,13 @@ class ChunkTable:
         )
         size = tables[0].chunk_size
         return ChunkTable(size, area, Ranges(*needs), Rects(*rects), whole, keys)
+
+
+def mean_area(area: Tensor, num_entries: int) -> Tensor:
+    """The area of one entry, where `area` is that of all; rounded up."""
+    if num_entries == 1:
+        return area
+    return (area + num_entries - 1).div(num_entries, rounding_mode="floor")
 
 
 class RankLoads(NamedTuple):

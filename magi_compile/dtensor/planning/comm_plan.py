@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile.dtensor.planning.chunks import mean_area
 from magi_compile.dtensor.planning.dispatch import Dispatch
 from magi_compile.dtensor.planning.ranges import (
     Ranges,
@@ -66,9 +67,9 @@ class RankRows:
         shifts = dispatch.shift_of_chunk(), keys.shift_of_chunk()
         return RankRows(dispatch, rank, *shifts, needs, chunk, pick(keys.rank_of_chunk(), chunk))
 
-    def rects_of(self, rank: int) -> tuple[Rects, Tensor]:
+    def rects_of(self, rank: int) -> tuple[Rects, Tensor, Tensor]:
         """The mask of the rows of `rank`: rects in coordinates of the sequence that have a key in every row, and
-        local row minus row of each."""
+        local row minus row of each, and the number of the slice that it is a part of."""
         table = self.dispatch.table
         index = (pick(self.rank_of_chunk, table.needs.owner) == rank).nonzero().flatten()
         rects, chunk = table.rects.select(index), pick(table.needs.owner, index)
@@ -78,7 +79,7 @@ class RankRows:
         is_apart = (chunk[1:] != chunk[:-1] + 1) | (shift[1:] != shift[:-1])
         first, last = group((whole[1:] != whole[:-1]) | is_apart, len(index))
         joined = rects.select(first)._replace(row_end=pick(rects.row_end, last))
-        return joined, pick(shift, first)
+        return joined, pick(shift, first), pick(whole, first)
 
 
 class Transfer(NamedTuple):
@@ -104,6 +105,12 @@ class Stage(NamedTuple):
 
     slices: AttnSlices
     transfer: Transfer | None  # None: the keys are the rank's own, in place
+    whole: Tensor | None = (
+        None  # int64 `[num_slices]`, the slice of the mask that each is a part of, while planning
+    )
+    entry: Tensor | None = (
+        None  # int32 `[num_slices]`, whose they are where entries have masks of their own (`cover`)
+    )
 
 
 class MovingRows(NamedTuple):
@@ -162,14 +169,17 @@ class CommPlan:
         """The number of stages of all degrees together."""
         return sum(x.num_stages for x in self.buffers)
 
-    def stages(self, rank: int) -> list[list[Stage]]:
-        """The stages of `rank` for each degree; tensors are on the CPU."""
+    def stages(self, rank: int, *, has_slices: bool = True) -> list[list[Stage]]:
+        """The stages of `rank` for each degree; tensors are on the CPU. Without `has_slices` those are left out."""
         is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
         mine, theirs = (self._moving_rows(x.nonzero().flatten()) for x in (is_mine, is_theirs))
-        slices, transfers = self._slices(rank, mine), self._transfers(mine, theirs)
+        slices = self._slices(rank, mine) if has_slices else self._no_slices(rank)
+        transfers = self._transfers(mine, theirs)
         return [
             [
-                Stage(slices[i], None if degree > 0 and i == first else transfers[i])
+                Stage(
+                    slices[i][0], None if degree > 0 and i == first else transfers[i], slices[i][1]
+                )
                 for i in range(first, first + buffers.num_stages)
             ]
             for degree, first, buffers in self._first_stages()
@@ -235,15 +245,27 @@ class CommPlan:
             for i, peak in enumerate(peaks)
         ]
 
-    def _slices(self, rank: int, mine: MovingRows) -> list[AttnSlices]:
+    def _seqlens_k(self, rank: int) -> list[int]:
+        """The keys of each stage."""
+        seqlens_k = [n for buffers in self.buffers for n in buffers.rows[rank].tolist()]
+        for degree, first_stage, _ in self._first_stages():
+            if degree > 0:
+                seqlens_k[first_stage] = self.rows.dispatch.keys.seqlen_local
+        return seqlens_k
+
+    def _no_slices(self, rank: int) -> list[tuple[AttnSlices, Tensor]]:
+        ranges = torch.zeros(0, 2, dtype=torch.int32, device="cpu")
+        lists, seqlen_q = (ranges, ranges, ranges[:, 0]), self.rows.dispatch.seqlen_local
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        return [(AttnSlices.unchecked(*lists, seqlen_q, n), none) for n in self._seqlens_k(rank)]
+
+    def _slices(self, rank: int, mine: MovingRows) -> list[tuple[AttnSlices, Tensor]]:
         """The rank's rows against the keys of each stage, all stages in one pass."""
         where, num_stages = self.rows.dispatch, self.num_stages
         total, seqlen_q = where.keys.total_padded, where.seqlen_local
-        seqlens_k = [n for buffers in self.buffers for n in buffers.rows[rank].tolist()]
         key_row = mine.buffer_row
         for degree, first_stage, _ in self._first_stages():
             if degree > 0:
-                seqlens_k[first_stage] = where.keys.seqlen_local
                 is_in_place = mine.stage == first_stage
                 key_row = torch.where(is_in_place, mine.source_row, key_row)
         # Neighbouring ranges of a stage are neighbours in its buffer too, but in place where chunks are in another
@@ -256,7 +278,7 @@ class CommPlan:
             Ranges(pick(stage, first), pick(lo, first), pick(hi, last)),
             pick(key_row - lo, first),
         )
-        rects, row_shift = self.rows.rects_of(rank)
+        rects, row_shift, whole = self.rows.rects_of(rank)
         # Every rect against the keys of every stage.
         num_rects = len(row_shift)
         first_key, last_key = rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1]
@@ -276,12 +298,13 @@ class CommPlan:
             q_ranges + pick(row_shift, rect).int()[:, None],
             k_ranges + pick(key_shift, key).int()[:, None],
             mask_types,
+            pick(whole, rect),
         )
         sizes = torch.bincount(pick(keys.owner, key), minlength=num_stages).tolist()
-        tables = zip(*(x.split(sizes) for x in local), seqlens_k, strict=True)
+        tables = zip(*(x.split(sizes) for x in local), self._seqlens_k(rank), strict=True)
         return [
-            AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k)
-            for q, k, types, seqlen_k in tables
+            (AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k), whole)
+            for q, k, types, whole, seqlen_k in tables
         ]
 
 
@@ -383,9 +406,10 @@ class StageLoads(NamedTuple):
         of_keys = table.rects.select(rect).clipped_to_columns(
             pick(local.lo, key), pick(local.hi, key)
         )
+        local_area = zeros.index_add(0, pick(sees.owner, rect), of_keys.area())
         return StageLoads(
             table.area[where.chunks].sum(1),
-            zeros.index_add(0, pick(sees.owner, rect), of_keys.area()),
+            mean_area(local_area, table.num_entries),
             zeros.index_add(0, needs.owner, moved),
             zeros.index_add(0, rows.holder, moved),
             where.seqlen_local,

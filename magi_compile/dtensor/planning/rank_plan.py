@@ -4,9 +4,12 @@ A plan is two int tensors, so that a compiled graph takes it as a value: a new m
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
     meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward
-            begins early, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received,
-                send_counts, recv_counts, sends, recvs
-    data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
+            begins early, blocks of bits, batch entries and heads with masks of their own, tokens, chunk_size, chunks of
+                a rank, the same three of keys that are a sequence of their own or 0, 0, 0, the chunks of all ranks,
+                those of keys, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs,
+                peak_received, send_counts, recv_counts, sends, recvs
+    data    the blocks of bits, then for each stage: q_ranges, k_ranges, mask_types, the entries of slices where these
+                have masks of their own, sends, recvs
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +39,7 @@ from magi_compile.dtensor.planning.comm_plan import (
     plan_communication,
 )
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
 from magi_compile.dtensor.planning.dispatch import (
     Dispatch,
     StrategyName,
@@ -44,6 +48,7 @@ from magi_compile.dtensor.planning.dispatch import (
     dispatch_as,
     dispatch_together,
 )
+from magi_compile.dtensor.planning.local_cover import cover_of_rank
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
 from magi_compile.masks.arguments import check_count, check_device, check_flag
@@ -51,6 +56,7 @@ from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops.validation import check_number
 
 CACHE_SIZE = 64
+MOST_BITS = 1 << 30  # bytes of blocks of bits in all plans that are kept, but for the newest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +105,8 @@ class PlanTensors(NamedTuple):
 class RankPlan:
     """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike.
 
-    Where `forward_is_early`, the two forward stages are one: its local keys and its remote ones.
+    Where `forward_is_early`, the two forward stages are one: its local keys and its remote ones. `bits` are the blocks
+    of bits of all stages, if the mask has some, and `entries` the batch entries and heads with masks of their own.
     """
 
     dispatch: Dispatch
@@ -108,6 +115,8 @@ class RankPlan:
     forward: list[Stage]
     backward: list[Stage]
     forward_is_early: bool = False
+    bits: Tensor | None = None
+    entries: Entries = ONE_ENTRY
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,6 +135,12 @@ class RankPlan:
         where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
         meta += [len(self.forward), len(self.backward), int(self.forward_is_early)]
+        meta += [0 if self.bits is None else len(self.bits), *self.entries]
+        placements = [where, where.other_keys]
+        for x in placements:
+            meta += [0, 0, 0] if x is None else [x.total, x.chunk_size, x.chunks.shape[1]]
+        for x in placements:
+            meta += [] if x is None else x.chunks.flatten().tolist()
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of ranges become a list and int32 together.
         ranges = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
@@ -133,9 +148,11 @@ class RankPlan:
         numbers = iter(table.flatten().tolist())
         tables = iter(table.int().split([*map(len, ranges), 0]))
         data = []
-        for slices, transfer in stages:
+        for slices, transfer, _, entry in stages:
             meta += [int(transfer is None), len(slices), slices.seqlen_k]
             data += [slices.q_ranges, slices.k_ranges, slices.mask_types]
+            if entry is not None and self.entries.number > 1:
+                data.append(entry)
             if transfer is None:
                 continue
             num_runs = [len(transfer.sends), len(transfer.recvs)]
@@ -148,7 +165,10 @@ class RankPlan:
             [*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32, device="cpu")]
         )
         host = torch.frombuffer(array("q", meta), dtype=torch.int64)
-        return PlanTensors(host, flat.to(device))
+        flat = flat.to(device)
+        if self.bits is not None:  # in front, where their rows are aligned as kernels read them
+            flat = torch.cat([self.bits.to(device).flatten(), flat])
+        return PlanTensors(host, flat)
 
 
 def plan_rank(
@@ -241,7 +261,8 @@ def plan_rank_together(
             keys=keys,
         )
     made = [
-        _plan(where, rank, options, digest) for where, digest in zip(wheres, digests, strict=True)
+        _plan(where, rank, options, digest, mask)
+        for where, digest, mask in zip(wheres, digests, masks, strict=True)
     ]
     with _lock:
         for digest, plan in zip(digests, made, strict=True):
@@ -299,10 +320,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_begin_anew)
 
 
-def _plan(where: Dispatch, rank: int, options: ContextParallelOptions, digest: int) -> RankPlan:
+def _plan(
+    where: Dispatch, rank: int, options: ContextParallelOptions, digest: int, mask: AttnSlices
+) -> RankPlan:
     rows = RankRows.of(where)
     degree, backward_degree = options.degree, options.backward_degree
-    early = options.early and options.cost.starts_early
+    # No kernel begins early with blocks of bits, nor with entries that have masks of their own.
+    early = options.early and options.cost.starts_early and not isinstance(mask, Cover)
     is_early = False
     if degree is None or backward_degree is None or (early and degree == 0):
         loads = StageLoads.of(rows)
@@ -313,16 +337,24 @@ def _plan(where: Dispatch, rank: int, options: ContextParallelOptions, digest: i
         if early and degree == 0 and forward_begins_early(loads, options.cost):
             degree, is_early = 1, True
     degrees = sorted({degree, backward_degree})
-    plans = plan_communication(rows, degrees).stages(rank)
+    communication, bits, entries = plan_communication(rows, degrees), None, ONE_ENTRY
+    if isinstance(mask, Cover):
+        local = cover_of_rank(mask, communication, rank)
+        plans, bits, entries = local.stages, local.bits, mask.entries
+    else:
+        plans = [
+            [stage._replace(whole=None) for stage in stages]
+            for stages in communication.stages(rank)
+        ]
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
-    return RankPlan(where, rank, digest, forward, backward, is_early)
+    return RankPlan(where, rank, digest, forward, backward, is_early, bits, entries)
 
 
 def _content_of(slices: AttnSlices, cp_size: int) -> list[int]:
     content = [slices.seqlen_q, slices.seqlen_k, cp_size]
     for part in (slices.q_ranges, slices.k_ranges, slices.mask_types):
         content += part.flatten().tolist()
-    return content
+    return [*content, *slices.content()] if isinstance(slices, Cover) else content
 
 
 def _digest(content: list[int], options: ContextParallelOptions) -> int:
@@ -332,12 +364,27 @@ def _digest(content: list[int], options: ContextParallelOptions) -> int:
     return int.from_bytes(hasher.digest(), "little") >> 1
 
 
-_Kept = TypeVar("_Kept")
+class Planned(Protocol):
+    """A plan that is kept."""
+
+    @property
+    def bits(self) -> Tensor | None: ...
+
+
+_Kept = TypeVar("_Kept", bound=Planned)
 
 
 def recent(kept: OrderedDict[Hashable, _Kept], key: Hashable) -> _Kept:
-    """The kept value of `key`, which is the newest from now on; more than `CACHE_SIZE` are not kept."""
+    """The kept value of `key`, which is the newest from now on; more than `CACHE_SIZE` are not kept, nor more than
+    `MOST_BITS` of `bits`."""
     kept.move_to_end(key)
     while len(kept) > CACHE_SIZE:
         kept.popitem(last=False)
+    if kept[key].bits is not None:
+        while len(kept) > 1 and sum(map(_bytes_of_bits, kept.values())) > MOST_BITS:
+            kept.popitem(last=False)
     return kept[key]
+
+
+def _bytes_of_bits(plan: Planned) -> int:
+    return 0 if plan.bits is None else plan.bits.nbytes

@@ -190,7 +190,7 @@ def _checks(
     named = names_of_captures(tables, symbols)
     b, h = points.entry // heads, points.entry % heads
     arguments = {"b": b, "h": h, "q": points.q, "kv": points.kv}
-    names = [name for name in arguments if name != "h" or program.is_by_head]
+    names = [name for name in arguments if name != "h" or program.looks_at("h")]
     where = ", ".join(f"{name} = {{}}" for name in names)
     wanted = (at_points(program.functions["mask"], arguments, named) != 0).expand_as(shown)
     checks = []

@@ -129,20 +129,14 @@ class MaskProgram:
         """True if the mask_mod itself is among the functions, for `masks/evaluation/verify.py` and `bit_blocks.py`."""
         return "mask" in self.functions
 
-    @property
-    def is_by_head(self) -> bool:
-        """True if the mask_mod looks at the head."""
-        return "h" in parameters(self.functions["mask"])
+    def looks_at(self, index: str) -> bool:
+        """True if the mask_mod, which is among the functions, looks at the index "b" or "h"."""
+        return index in parameters(self.functions["mask"])
 
     @cached_property
     def differs_by_head(self) -> bool:
         """True if its key intervals, if it has some, depend on the head."""
         return "h" in self.expr.variables
-
-    @cached_property
-    def differs_by_entry(self) -> bool:
-        """True if its key intervals, if it has some, depend on the batch entry."""
-        return "b" in self.expr.variables
 
     def require_one_mask(self) -> None:
         """Raises UnsupportedMaskError, with all reasons, where it has no key intervals that all heads share."""

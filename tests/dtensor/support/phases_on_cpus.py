@@ -9,9 +9,9 @@ steps: list[str] = []  # of all calls: what happened in which order
 class PhasedCpuKernel(CpuKernel):
     name = "phased_cpu"
 
-    def backward(self, *arguments):
+    def backward(self, *arguments, **options):
         steps.append("one call")
-        return super().backward(*arguments)
+        return super().backward(*arguments, **options)
 
     def phased_backward(self, grads, saved, *rest):
         return Pass(super(), grads, saved, rest)

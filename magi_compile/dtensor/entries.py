@@ -1,0 +1,146 @@
+"""Entries: batch entries and heads among the heads of packed tensors, each with rows of its own.
+
+Rows that travel hold all heads and, behind one another, all entries of a batch: `[rows, batch * nheads, head_dim]`.
+Where batch entries or heads have masks of their own, and where a score program tells batch entries apart, each has rows
+of its own in a kernel: `[entries * rows, nheads, head_dim]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
+from magi_compile.masks.slices import AttnSlices
+
+
+class Packing(NamedTuple):
+    """The entries of a call, and how many of its heads each has.
+
+    Attributes:
+        batch: batch entries that are entries; 1 where they stay among the heads.
+        nheads: heads of queries that are entries, of each of these; 1 likewise.
+        nheads_kv: the same of keys.
+        by_head: whether heads are entries.
+        entries: those of the masks.
+        first: of which batch entry and of which head of the masks the first entry is.
+    """
+
+    batch: int = 1
+    nheads: int = 1
+    nheads_kv: int = 1
+    by_head: bool = False
+    entries: Entries = ONE_ENTRY
+    first: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(
+        cls,
+        entries: Entries,
+        batch: int,
+        heads: tuple[int, int],
+        share: Sequence[int],
+        *,
+        has_score: bool,
+    ) -> Packing:
+        """The entries of a call.
+
+        Args:
+            entries: those of the masks.
+            batch: batch entries among the heads.
+            heads: of queries and of keys, of one batch entry.
+            share: the numbers in the masks of the first batch entry and of the first head, where this rank has a share
+                of them; empty where it has all.
+            has_score: whether a score program tells batch entries apart.
+
+        Returns:
+            The entries; `PLAIN` where nothing is packed anew.
+
+        Raises:
+            ValueError: the masks are of another number of batch entries or heads.
+        """
+        if not has_score and entries.number == 1:
+            return PLAIN
+        first = (share[0], share[1]) if share else (0, 0)
+        for what, number, begin, have in (
+            ("batch entries", batch, first[0], entries.batch),
+            ("heads", heads[0], first[1], entries.heads),
+        ):
+            fits = begin + number <= have if share else number == have
+            if have > 1 and not fits:
+                raise ValueError(
+                    f"`q` must have the {have} {what} that have masks of their own, got {number}; where "
+                    "ranks share them, pass DTensors, which say whose they are"
+                )
+        if entries.heads > 1:
+            return cls(batch, *heads, True, entries, first)
+        if entries.batch > 1 or (has_score and batch > 1):
+            return cls(batch, entries=entries, first=first)
+        return PLAIN
+
+    @property
+    def queries(self) -> int:
+        """The number of entries with rows of queries."""
+        return self.batch * self.nheads
+
+    @property
+    def keys(self) -> int:
+        """The number of entries with keys."""
+        return self.batch * self.nheads_kv
+
+    def slices(self, slices: AttnSlices, entry: Tensor | None) -> AttnSlices:
+        """The slices of all entries, from those of the masks and whose they are."""
+        if entry is None:
+            entry = torch.zeros_like(slices.mask_types)
+        (first_b, first_h), heads = self.first, self.entries.heads
+        b = entry.div(heads, rounding_mode="floor") - first_b
+        h = entry.remainder(heads) - first_h
+        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        if self.entries.batch == 1:  # all batch entries have the same masks
+            b = torch.arange(self.batch, device=b.device).repeat_interleave(len(b))
+            h = h.repeat(self.batch)
+            q_ranges, k_ranges, mask_types = lists
+            lists = (
+                q_ranges.repeat(self.batch, 1),
+                k_ranges.repeat(self.batch, 1),
+                mask_types.repeat(self.batch),
+            )
+        is_here = (b >= 0) & (b < self.batch) & (h >= 0) & (h < self.nheads)
+        q_ranges, k_ranges, mask_types = (x[is_here] for x in lists)
+        number = (b * self.nheads + h)[is_here]
+        of_keys = number.div(self.queries // self.keys, rounding_mode="floor")
+        first_row = (number * slices.seqlen_q).int()[:, None]
+        first_key = (of_keys * slices.seqlen_k).int()[:, None]
+        totals = self.queries * slices.seqlen_q, self.keys * slices.seqlen_k
+        ranges = (q_ranges + first_row, k_ranges + first_key, mask_types)
+        return AttnSlices.unchecked(*ranges, *totals, slices.bits)
+
+
+PLAIN = Packing()
+
+
+def packed(x: Tensor, entries: int) -> Tensor:
+    """`[rows, entries * nheads, ...]` as `[entries * rows, nheads, ...]`."""
+    if entries == 1:
+        return x
+    return x.unflatten(1, (entries, x.shape[1] // entries)).transpose(0, 1).flatten(0, 1)
+
+
+def unpacked(x: Tensor, entries: int) -> Tensor:
+    """The inverse of `packed`."""
+    if entries == 1:
+        return x
+    return x.unflatten(0, (entries, x.shape[0] // entries)).transpose(0, 1).flatten(1, 2)
+
+
+def unpacked_rows(x: Tensor, entries: int) -> Tensor:
+    """Numbers of rows, `[nheads, entries * rows]`, as `[entries * nheads, rows]`."""
+    return x if entries == 1 else unpacked(x.t(), entries).t().contiguous()
+
+
+def packed_rows(x: Tensor, entries: int) -> Tensor:
+    """The inverse of `unpacked_rows`."""
+    return x if entries == 1 else packed(x.t(), entries).t().contiguous()
