@@ -175,7 +175,7 @@ def compare(group, p, expected, out, lse, grads):
 
 
 def planned(q, k, v, score_mod, p):
-    return p.attention(q, k, v, score_mod=score_mod, return_lse=True)
+    return p.attention(q, k, v, score_mod=score_mod(), return_lse=True)
 
 
 def called(q, k, v, score_mod, mask):
@@ -186,10 +186,9 @@ def step(group, mask, score_mod, options, attend=None):
     """A forward and a backward across ranks, by the plan itself, or by `attend` inside of the door."""
     expected = on_one_process(mask, score_mod)
     given, dout, dlse = inputs()
-    if attend is None or attend.__name__ == "of_plan":
-        attend = attend or (lambda q, k, v, mod, p: planned(q, k, v, mod(), p))
+    if attend is None:
         p = plan(mask, mesh_of(group), options=options)
-        _step(group, p, p, expected, (given, dout, dlse), score_mod, attend)
+        _step(group, p, p, expected, (given, dout, dlse), score_mod, planned)
         return
     buffers = [given[0].clone()]
     padding = [0]
@@ -237,9 +236,13 @@ def test_eager(ranks_of, name):
     ranks_of(2).run(run_eager, name)
 
 
+def run_on_four(group):
+    step(group, scattered(), alibi, SPREAD, eagerly)
+    step(group, of_entries_and_heads(), no_score_mod, AT_ONCE)
+
+
 def test_four_ranks(ranks_of):
-    for name in ("scattered, alibi", "entries and heads, capped"):
-        ranks_of(4).run(run_eager, name)
+    ranks_of(4).run(run_on_four)
 
 
 # Compiled: the next step has another mask's data, and compiles nothing again.

@@ -205,7 +205,8 @@ def run_on_gpus(group, has_cpu_backend):
     exchanges, exchange = [], agreement._exchange
     patch.setattr(agreement, "_exchange", lambda *x: exchanges.append(1) or exchange(*x))
     kinds = [
-        agreement.Agreement(plan, 2, 0, 1, 4, 2, 16, 16, 48, 48, 0, 0, 0.25, 0.0) for plan in range(100)
+        agreement.Agreement(plan, 2, 0, 1, 4, 2, 16, 16, 48, 48, 0, 0, 0.25, 0.0)
+        for plan in range(100)
     ]
 
     def call(number, **options):
