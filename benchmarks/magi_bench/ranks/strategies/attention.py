@@ -77,16 +77,20 @@ class GatherPlan(NamedTuple):
         group: the ranks, in the order in which their rows lie in what is gathered.
         step: of some heads of k and v, and the heads of q that belong to them.
         parts: how many times heads are gathered.
+        order: the runs of gathered rows in the order in which the step has keys; None for that of ranks.
+        places: the runs of the step's keys in the order of ranks.
     """
 
     group: dist.ProcessGroup
     step: Step
     parts: int
+    order: Sequence[slice] | None = None
+    places: Sequence[slice] | None = None
 
 
 class GatherAttention(torch.autograd.Function):
-    """Keys and values of all ranks come as a whole, a part of the heads while the part before is computed. Their order
-    stays that of ranks. A backward gathers again, and sums of gradients go home in the dtype of k."""
+    """Keys and values of all ranks come as a whole, a part of the heads while the part before is computed. A backward
+    gathers again, and sums of gradients go home in the dtype of k."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, made: GatherPlan) -> Tensor:
@@ -111,7 +115,7 @@ class GatherAttention(torch.autograd.Function):
             dq, shares = made.step.backward(dout, saved, None)
             of_queries.append(torch.zeros_like(q_part) if dq is None else dq.to(q.dtype))
             both = torch.cat(shares, 1) if shares else torch.zeros_like(packs.gathered)
-            coming.append(scatter_sums(both, made.group))
+            coming.append(scatter_sums(in_order(both, made.places), made.group))
         pairs = [x.wait()[0].chunk(2, 1) for x in coming]
         dk, dv = (torch.cat(x, 1) for x in zip(*pairs, strict=True))
         return torch.cat(of_queries, 1), dk, dv, None
@@ -132,11 +136,17 @@ class Packs:
 
     def take(self, number: int) -> tuple[Tensor, Tensor]:
         """The keys and the values of the heads of a part: views of one tensor."""
-        (self.gathered,) = self._coming.wait()
+        (gathered,) = self._coming.wait()
         if number + 1 < self._made.parts:
             self._coming = self._gather(number + 1)
+        self.gathered = in_order(gathered, self._made.order)
         k, v = self.gathered.chunk(2, 1)
         return k, v
+
+
+def in_order(x: Tensor, runs: Sequence[slice] | None) -> Tensor:
+    """These runs of rows, one after the other; `x` itself for None."""
+    return x if runs is None else torch.cat([x[run] for run in runs])
 
 
 def across_heads(inner: Attend, group: dist.ProcessGroup, heads: tuple[int, int]) -> Attend:

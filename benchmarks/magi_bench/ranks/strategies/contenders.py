@@ -335,7 +335,7 @@ class LoongTrainContextFirst(LoongTrain):
 
 class RingAllGather(Strategy):
     """Llama 3's: keys of all ranks are gathered, in parts of the heads, while the part before is computed. The sequence
-    is cut head to tail, whatever its documents are."""
+    is cut in a zigzag as a whole, whatever its documents are."""
 
     name = "ring-all-gather"
     label = "Ring AllGather (Llama 3)"
@@ -346,9 +346,8 @@ class RingAllGather(Strategy):
         owners = zigzag([(0, problem.total)], world.size)
         mine = owners[world.rank]
         parts = math.gcd(problem.settings.nheads_kv, GATHERS)
-        mask = between_all(problem.workload.slices, mine, owners)
-        (step,) = steps_of(self.kernel(problem, parts=parts), [mask], world.device)
-        made = GatherPlan(world.group, step, parts)
+        kernel = self.kernel(problem, parts=parts)
+        made = gather_plan(kernel, problem.workload.slices, mine, owners, world, parts)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out: Tensor = GatherAttention.apply(q, k, v, made)
@@ -357,6 +356,27 @@ class RingAllGather(Strategy):
         moved = (problem.total - problem.tokens) * bytes_of_keys(problem)
         # A backward gathers keys again, and a reduce-scatter brings a rank as many rows of gradients.
         return Spread(positions(mine, world.device), attend, (moved, 2 * moved), "shapes")
+
+
+def gather_plan(
+    kernel: LocalKernel,
+    slices: AttnSlices,
+    mine: Spans,
+    owners: Sequence[Spans],
+    world: World,
+    parts: int,
+) -> GatherPlan:
+    """Attention of this rank's tokens over the keys of all owners: as they come, or in the order of the sequence for a
+    kernel that wants that."""
+    if kernel.in_any_order:
+        (step,) = steps_of(kernel, [between_all(slices, mine, owners)], world.device)
+        return GatherPlan(world.group, step, parts)
+    (step,) = steps_of(kernel, [between(slices, mine, [(0, slices.seqlen_k)])], world.device)
+    places = [slice(*span) for spans in owners for span in spans]
+    ends = accumulate(place.stop - place.start for place in places)
+    runs = [slice(end - (x.stop - x.start), end) for x, end in zip(places, ends, strict=True)]
+    order = [run for _, run in sorted(zip(places, runs, strict=True), key=lambda x: x[0].start)]
+    return GatherPlan(world.group, step, parts, order, places)
 
 
 def between_all(slices: AttnSlices, queries: Spans, owners: Sequence[Spans]) -> AttnSlices:

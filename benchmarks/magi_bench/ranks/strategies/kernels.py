@@ -70,7 +70,13 @@ class LocalKernel(ABC):
 
     Args:
         problem: of the tensors that it will get.
+
+    Attributes:
+        in_any_order: whether a mask takes one call, in whatever order keys lie; else keys that a row sees should lie
+            next to each other.
     """
+
+    in_any_order = False
 
     def __init__(self, problem: AttnProblem):
         self.problem = problem
@@ -118,6 +124,8 @@ class OurCall(Call):
 
 class Ours(LocalKernel):
     """The kernel that this package chooses: any mask in one call."""
+
+    in_any_order = True
 
     def pieces(self, slices: AttnSlices, device: torch.device) -> list[Piece]:
         if not len(slices):

@@ -76,6 +76,16 @@ def test_a_step_of_one_document_takes_views_of_halves():
         assert (piece.rows, piece.keys) == (slice(0, 8), slice(0, 4))
 
 
+def test_gathered_keys_in_order_are_a_call_for_each_chunk():
+    slices = MASKS["causal"]([32]).slices
+    queries = zigzag([(0, 32)], 4)[1]
+    pieces = pieces_of(Plain, between(slices, queries, [(0, 32)]))
+    assert [(piece.rows, piece.keys) for piece in pieces] == [
+        (slice(0, 4), slice(0, 8)),
+        (slice(4, 8), slice(0, 28)),
+    ]
+
+
 def test_a_mask_that_shows_nothing_is_no_call():
     slices = MASKS["document_full"]([8, 8]).slices
     nothing = between(slices, [(0, 8)], [(8, 16)])
