@@ -17,6 +17,7 @@ from magi_bench.contenders.base import Contender
 from magi_bench.ranks.contenders import CONTENDERS
 from magi_bench.ranks.model import MODEL, TRAININGS
 from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.strategies.contenders import STRATEGIES
 from magi_bench.ranks.strategies.kernels import LOCAL_KERNELS
 from magi_bench.results.rows import Row
 from magi_bench.settings import Settings
@@ -48,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "samplers": ["seeds"],
     "packs": 1,
     "seconds": 150.0,
+    "contenders": None,
 }
 #: The workloads of others, by name.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -58,6 +60,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "samplers": ["seeds", "longca-long"],
         "packs": 3,
         "seconds": 1500.0,
+        "contenders": [
+            *("magi", "one-rank", *(x.name for x in STRATEGIES)),
+            *("torch-head-tail", "torch-ptrr", "torch-documents"),
+        ],
     }
 }
 QUICK = {
@@ -89,7 +95,7 @@ class Ranks(runner.Suite):
         "receives most gets from others in a call: of ours counted from the plan, of the others "
         "from shapes. Peak memory is what "
         "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric "
-        "memory are not in it. A call of the "
+        "memory are not in it. Documents of HybridCP are on their ranks before a call. A call of the "
         "model spreads a batch of new documents, and ours plans their mask in it, while PyTorch's "
         "BlockMask is made before; with a "
         "backward it adds the gradients up over ranks."

@@ -208,7 +208,7 @@ def rings_of(mesh: Mesh, world: World) -> tuple[Ring, ...]:
 
 def lanes_of(world: World, name: str) -> list[ProcessGroup]:
     """The lanes of keys and of gradients in rings of this name; all ranks ask for them together."""
-    return [lane(world, f"{kind} of a {name}") for kind in ("keys", "gradients")]
+    return [lane(world, f"{kind} of {name}") for kind in ("keys", "gradients")]
 
 
 def heads_group(mesh: Mesh, world: World) -> ProcessGroup:
