@@ -217,7 +217,9 @@ class FlashAttention4(VarlenKernel):
         interface = importlib.import_module("flash_attn.cute.interface")
         q, k, v, out, lse = saved
         tensors = (q, k, v, out, dout.contiguous(), lse)
-        dq, dk, dv, *_ = interface._flash_attn_bwd(*tensors, **self._options(segments))
+        # Nobody writes to keys of a segment without rows.
+        options = {"dk": torch.zeros_like(k), "dv": torch.zeros_like(v), **self._options(segments)}
+        dq, dk, dv, *_ = interface._flash_attn_bwd(*tensors, **options)
         return BackwardOutput(dq, dk, dv)
 
     def _options(self, segments: Segments) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
+from magi_bench.clock import Rounds
 from magi_bench.gate import exact_and_plain
 from magi_bench.ranks.problem import Problem
 from magi_bench.ranks.strategies.attention import RingAttention
@@ -25,6 +26,7 @@ from magi_bench.settings import Settings
 from magi_bench.workloads import lengths
 from magi_bench.world import World
 from magi_compile.kernels.reference import exact_forward
+from tests.bench.ranks.test_ranks import run_ranks
 
 MASKS = ("full", "causal", "document_full", "document_causal")
 #: With remainders that no number of chunks divides: 37 tokens a rank.
@@ -134,6 +136,26 @@ def test_what_does_not_divide_is_a_reason(two_ranks):
     assert found["causal", "loongtrain"] == ["a ring of 2 ranks has no windows of 3"]
     found = two_ranks.run(run_strategies, replace(SETTINGS, ulysses_degree=4), ("causal",))[0]
     assert found["causal", "usp"] == ["2 ranks do not divide by 4 that share heads"]
+
+
+class SkipsAStep(RingP2P):
+    """It never looks at the keys that come last."""
+
+    def spread(self, problem):
+        made = super().spread(problem)
+        made.attend.__self__.steps[-1].pieces.clear()
+        return made
+
+
+def run_wrong(group):
+    settings = replace(SETTINGS, tokens=(TOKENS,), masks=("causal",), contenders=("ring",))
+    return run_ranks(replace(settings, rounds=Rounds(1, 0.1)), (SkipsAStep,))
+
+
+def test_a_strategy_that_is_wrong_is_not_timed(two_ranks):
+    for rows in two_ranks.run(run_wrong):
+        assert [(row["status"], "ms" in row) for row in rows] == [("wrong", False)] * 2
+        assert rows[0]["reason"].startswith("out: relative error")
 
 
 # What is inside
