@@ -47,6 +47,7 @@ class Settings:
         window: `ranks`: the ranks of a window of a double ring; 0 chooses.
         samplers: `ranks`: how documents are drawn, one after another, in place of `lengths`.
         packs: `ranks`: of documents, for each mask that knows them, length and sampler.
+        exposed: `ranks`: whether strategies are timed without moves, too.
         frameworks: `doors`: names in `doors.FRAMEWORKS`.
         attentions: `doors`: `attn_implementation` of transformers.
         modes: `doors`: "eager", "compiled".
@@ -86,6 +87,7 @@ class Settings:
     window: int = 0
     samplers: tuple[str, ...] = ("seeds",)
     packs: int = 1
+    exposed: bool = False
     frameworks: tuple[str, ...] = ()
     attentions: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()

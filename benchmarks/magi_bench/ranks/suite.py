@@ -203,6 +203,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window", type=count, default=0, help="ranks of a window of loongtrain's double ring"
     )
     parser.add_argument(
+        "--exposed",
+        action="store_true",
+        help="time strategies without moves, too: what is not hidden",
+    )
+    parser.add_argument(
         "--lengths",
         dest="samplers",
         nargs="+",

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_bench.cases import Case
+from magi_bench.clock import Ready
 from magi_bench.contenders.flex import make_block_mask
 from magi_bench.own_code import with_own_code
 from magi_bench.ranks.base import (
@@ -43,7 +44,13 @@ from magi_bench.ranks.strategies.placement import (
     zigzag,
 )
 from magi_bench.ranks.strategies.schedule import Group, best_schedule
-from magi_bench.ranks.strategies.transport import Ring, Rings, group_of, lane
+from magi_bench.ranks.strategies.transport import (
+    Ring,
+    Rings,
+    group_of,
+    lane,
+    without_moves,
+)
 from magi_bench.world import World
 from magi_compile.kernels.select import problem_on
 from magi_compile.masks.slices import AttnSlices
@@ -64,6 +71,17 @@ class Strategy(RanksContender):
         self.local_kernel = local_kernel
         if local_kernel != "ours":
             self.name, self.label = f"{self.name}-{local_kernel}", f"{self.label}, {local_kernel}"
+
+    def prepare(self, problem: Problem, case: Case) -> Ready:
+        ready = super().prepare(problem, case)
+        if not problem.settings.exposed:
+            return ready
+
+        def call() -> Sequence[Tensor]:
+            with without_moves():
+                return ready.call()
+
+        return ready._replace(without_moves=call)
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
         reasons = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,6 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_bench.world import World
+
+#: Whether rows stay where they are; those that would come are others of as many bytes.
+_stays = False
+
+
+@contextmanager
+def without_moves() -> Iterator[None]:
+    """Lets nothing move, in all threads of this process: what is left of a call is its computation."""
+    global _stays
+    _stays = True
+    try:
+        yield
+    finally:
+        _stays = False
+
 
 # Rings
 
@@ -37,6 +53,9 @@ class Ring(NamedTuple):
     def pass_on(self, held: Sequence[Tensor], num_rows: int, lane: dist.ProcessGroup) -> Coming:
         """Sends all of `held` to the next rank; `num_rows` of each come from the one before."""
         held = [x.contiguous() for x in held]
+        if _stays:
+            same = len(held[0]) == num_rows
+            return Coming([], held if same else [_rows(x, num_rows) for x in held], [])
         coming = [x.new_empty(num_rows, *x.shape[1:]) for x in held]
         ahead, behind = (self.ranks[(self.place + i) % self.size] for i in (1, -1))
         moves = [
@@ -45,6 +64,12 @@ class Ring(NamedTuple):
         ]
         ops = [dist.P2POp(*move[:3], lane, move[3]) for move in moves if move[1].numel()]
         return Coming(held, coming, dist.batch_isend_irecv(ops) if ops else [])
+
+
+def _rows(x: Tensor, num_rows: int) -> Tensor:
+    """So many rows, as if they had come: those of `x`, and zeros behind them."""
+    rest = x.new_zeros(max(num_rows - len(x), 0), *x.shape[1:])
+    return torch.cat([x[:num_rows], rest])
 
 
 class Coming(NamedTuple):
@@ -211,6 +236,8 @@ class Exchange(torch.autograd.Function):
 
 def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
+    if _stays:
+        return x
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
     return out
@@ -225,6 +252,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Coming:
     """The rows of all ranks, in their order."""
+    if _stays:
+        return Coming([], [x.repeat(dist.get_world_size(group), 1, 1)], [])
     out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
     work = _all_gather(out, x, group=group, async_op=True)
     return Coming([x], [out], [work])
@@ -232,6 +261,8 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Coming:
 
 def scatter_sums(x: Tensor, group: dist.ProcessGroup) -> Coming:
     """This rank's rows of the sum over ranks."""
+    if _stays:
+        return Coming([], [x[: x.shape[0] // dist.get_world_size(group)]], [])
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     work = _reduce_scatter(out, x, group=group, async_op=True)
     return Coming([x], [out], [work])

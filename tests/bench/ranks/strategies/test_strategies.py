@@ -4,10 +4,13 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from magi_bench.clock import Rounds
 from magi_bench.gate import exact_and_plain
 from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.strategies import transport
 from magi_bench.ranks.strategies.attention import RingAttention
 from magi_bench.ranks.strategies.contenders import (
     STRATEGIES,
@@ -156,6 +159,46 @@ def test_a_strategy_that_is_wrong_is_not_timed(two_ranks):
     for rows in two_ranks.run(run_wrong):
         assert [(row["status"], "ms" in row) for row in rows] == [("wrong", False)] * 2
         assert rows[0]["reason"].startswith("out: relative error")
+
+
+# Without moves
+
+
+def run_still(group):
+    problem = Problem(replace(SETTINGS, exposed=True), World("cpu"), "document_causal", TOKENS)
+    case = SETTINGS.case("ranks", "document_causal", TOKENS, which="fwdbwd")
+    found = {}
+    for made in STRATEGIES:
+        ready = made().prepare(problem, case)
+        before = ready.call()
+        with (
+            patch.object(dist, "batch_isend_irecv", None),
+            patch.object(dist, "all_to_all_single", None),
+            patch.object(transport, "_all_gather", None),
+            patch.object(transport, "_reduce_scatter", None),
+        ):
+            still = ready.without_moves()
+        assert [x.shape for x in still] == [x.shape for x in before]
+        found[made.name] = all(map(torch.equal, before, ready.call()))
+    return found
+
+
+def test_calls_without_moves_move_nothing_and_leave_nothing_behind(four_ranks):
+    for found in four_ranks.run(run_still):
+        assert found == dict.fromkeys(found, True)
+
+
+def run_exposed(group):
+    settings = replace(SETTINGS, tokens=(128,), contenders=("magi", "ring", "usp"))
+    return run_ranks(replace(settings, masks=("causal",), rounds=Rounds(1, 0.1), exposed=True))
+
+
+def test_exposed_communication_is_a_field_of_strategies(two_ranks):
+    for rows in two_ranks.run(run_exposed):
+        assert {row["status"] for row in rows} == {"ok"}
+        for row in rows:
+            assert ("exposed_ms" in row) == (row["contender"] != "magi")
+            assert row.get("exposed_ms", 0) < row["ms"]
 
 
 # What is inside
