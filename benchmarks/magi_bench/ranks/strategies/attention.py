@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_bench.ranks.base import Attend
-from magi_bench.ranks.strategies.kernels import Step, nothing_seen
+from magi_bench.ranks.strategies.kernels import Step, nothing_seen, sums_of
 from magi_bench.ranks.strategies.transport import (
     Coming,
     Exchange,
@@ -21,7 +21,6 @@ from magi_bench.ranks.strategies.transport import (
     there_and_back,
 )
 from magi_compile.kernels.base import ForwardOutput, Saved
-from magi_compile.kernels.merge import sum_partials
 
 
 class RingPlan(NamedTuple):
@@ -61,10 +60,7 @@ class RingAttention(torch.autograd.Function):
             nonlocal dq
             k_step, v_step = held
             dq, shares = next(steps).backward(dout, Saved(q, k_step, v_step, out, lse), dq)
-            before = coming and coming.wait()
-            if shares is None:
-                return before or [torch.zeros_like(x) for x in held]
-            return [sum_partials(x) for x in zip(before, shares, strict=True)] if before else shares
+            return sums_of(coming and coming.wait(), shares, held)
 
         dk, dv = there_and_back((k, v), ctx.made.rings, add)
         return torch.zeros_like(q) if dq is None else dq.to(q.dtype), dk, dv, None
@@ -111,10 +107,10 @@ class GatherAttention(torch.autograd.Function):
         for i, (dout, q_part, out_part, lse_part) in enumerate(
             zip(*parts, lse.chunk(made.parts), strict=True)
         ):
-            saved = Saved(q_part, *packs.take(i), out_part, lse_part)
-            dq, shares = made.step.backward(dout, saved, None)
+            keys = packs.take(i)
+            dq, shares = made.step.backward(dout, Saved(q_part, *keys, out_part, lse_part), None)
             of_queries.append(torch.zeros_like(q_part) if dq is None else dq.to(q.dtype))
-            both = torch.cat(shares, 1) if shares else torch.zeros_like(packs.gathered)
+            both = torch.cat(list(sums_of(None, shares, keys)), 1)
             coming.append(scatter_sums(in_order(both, made.places), made.group))
         pairs = [x.wait()[0].chunk(2, 1) for x in coming]
         dk, dv = (torch.cat(x, 1) for x in zip(*pairs, strict=True))
@@ -123,8 +119,6 @@ class GatherAttention(torch.autograd.Function):
 
 class Packs:
     """Keys and values of all ranks, part by part: with one part, the next one is on its way."""
-
-    gathered: Tensor
 
     def __init__(self, k: Tensor, v: Tensor, made: GatherPlan):
         self._made = made
@@ -139,8 +133,7 @@ class Packs:
         (gathered,) = self._coming.wait()
         if number + 1 < self._made.parts:
             self._coming = self._gather(number + 1)
-        self.gathered = in_order(gathered, self._made.order)
-        k, v = self.gathered.chunk(2, 1)
+        k, v = in_order(gathered, self._made.order).chunk(2, 1)
         return k, v
 
 

@@ -167,14 +167,12 @@ class Step:
     Attributes:
         pieces: its calls.
         num_rows: of the rank.
-        num_keys: of the owner.
         is_only: whether no other call has a part in any row.
         is_last: whether no step comes after it.
     """
 
     pieces: list[Piece]
     num_rows: int
-    num_keys: int
     is_only: bool = False
     is_last: bool = False
 
@@ -200,7 +198,7 @@ class Step:
         return so_far
 
     def backward(self, dout: Tensor, saved: Saved, dq: Tensor | None) -> Gradients:
-        """The gradient of q with this step's share, and this step's of k and v.
+        """The gradient of q with this step's share, and this step's shares of those of k and v.
 
         Args:
             dout: of the whole output.
@@ -209,26 +207,32 @@ class Step:
         """
         q, k, v, out, lse = saved
         dtype = q.dtype if self.is_only else torch.promote_types(q.dtype, torch.float32)
-        dk = dv = None
+        shares = []
         for rows, keys, call in self.pieces:
             part = Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows].contiguous())
             grads = call.backward(dout[rows], part)
             dq = added(dq, grads.dq, rows, self.num_rows, dtype)
-            dk = added(dk, grads.dk, keys, self.num_keys, k.dtype)
-            dv = added(dv, grads.dv, keys, self.num_keys, v.dtype)
-        return Gradients(dq, None if dk is None or dv is None else (dk, dv))
+            shares.append(Share(keys, (grads.dk, grads.dv)))
+        return Gradients(dq, shares)
+
+
+class Share(NamedTuple):
+    """What a call adds to the gradients of k and v of some rows."""
+
+    rows: slice
+    gradients: tuple[Tensor, Tensor]
 
 
 class Gradients(NamedTuple):
-    """The gradient of q so far, and those of k and v by one step; None where nothing was seen."""
+    """The gradient of q so far, None where nothing was seen, and what one step adds to those of k and v."""
 
     dq: Tensor | None
-    dkv: tuple[Tensor, Tensor] | None
+    shares: list[Share]
 
 
 def steps_of(kernel: LocalKernel, masks: Iterable[AttnSlices], device: torch.device) -> list[Step]:
     """A step for each of the masks between the rows of a rank and the keys of the owners that it meets in turn."""
-    steps = [Step(kernel.pieces(mask, device), mask.seqlen_q, mask.seqlen_k) for mask in masks]
+    steps = [Step(kernel.pieces(mask, device), mask.seqlen_q) for mask in masks]
     steps[-1].is_last = True
     if is_disjoint([piece.rows for step in steps for piece in step.pieces]):
         for step in steps:
@@ -246,6 +250,19 @@ def nothing_seen(q: Tensor, v: Tensor, dtype: torch.dtype) -> ForwardOutput:
     """The attention of rows that have seen nothing yet."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype)
     return ForwardOutput(out, q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32))
+
+
+def sums_of(
+    before: Sequence[Tensor] | None, shares: Sequence[Share], keys: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The gradients of `keys`, k and v: those of `before`, in their memory, and the shares, rounded to the dtype of the
+    keys after each."""
+    totals: Sequence[Tensor | None] = before or [None] * len(keys)
+    for rows, gradients in shares:
+        parts = zip(totals, gradients, keys, strict=True)
+        totals = [added(total, part, rows, len(x), x.dtype) for total, part, x in parts]
+    pairs = zip(totals, keys, strict=True)
+    return [torch.zeros_like(x) if total is None else total for total, x in pairs]
 
 
 def added(

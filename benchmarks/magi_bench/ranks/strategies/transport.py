@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_bench.world import World
+from magi_bench.world import TIMEOUT, World
 
 #: Whether rows stay where they are; those that would come are others of as many bytes.
 _stays = False
@@ -152,7 +152,7 @@ def around(held: Sequence[Tensor], rings: Rings) -> Iterator[Sequence[Tensor]]:
             held = coming.wait()
 
 
-#: Adds a step's share of the gradients of rows that passed by to those that come with them, if any do:
+#: Adds a step's share of the gradients of rows that passed by to those that come with them, if any do, in their memory:
 #: `add(held, coming) -> total`.
 Add = Callable[[Sequence[Tensor], Coming | None], Sequence[Tensor]]
 
@@ -210,7 +210,7 @@ def _connected(
     everyone: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...], name: str, device: torch.device
 ) -> dist.ProcessGroup:
     """The new group, all of whose ranks are connected: else the first move of some of them may wait for the others."""
-    groups = [dist.new_group(list(ranks)) for ranks in parts]
+    groups = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in parts]
     rank = dist.get_rank(everyone)
     (mine,) = (made for made, ranks in zip(groups, parts, strict=True) if rank in ranks)
     dist.all_reduce(torch.zeros(1, device=device), group=mine)

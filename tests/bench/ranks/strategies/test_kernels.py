@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from magi_bench.ranks.strategies.kernels import LOCAL_KERNELS, Ours, local_kernel, steps_of
+from magi_bench.ranks.strategies.kernels import (
+    LOCAL_KERNELS,
+    Ours,
+    local_kernel,
+    steps_of,
+    sums_of,
+)
 from magi_bench.ranks.strategies.placement import between, count, positions, spans_of, zigzag
 from magi_bench.ranks.strategies.varlen import FlashAttention2, FlashAttention4
 from magi_compile.kernels.base import Grads, Saved
@@ -42,7 +48,8 @@ def test_steps_are_parts_of_the_whole(kernel, mask):
             columns = positions(keys, "cpu")
             saved = Saved(q[rows], k[columns], v[columns], *seen)
             dq, shares = step.backward(dout[rows], saved, dq)
-            for total_of, share in zip(found[1:], shares or (), strict=bool(shares)):
+            shares = sums_of(None, shares, (k[columns], v[columns]))
+            for total_of, share in zip(found[1:], shares, strict=True):
                 total_of[columns] += share
         found[0][rows] = dq
     for x, exact in zip(found, grads, strict=True):
