@@ -102,7 +102,9 @@ class GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         made: GatherPlan = ctx.made
         q, k, v, out, lse = ctx.saved_tensors
-        packs, of_queries, coming = Packs(k, v, made), [], []
+        packs, of_queries = Packs(k, v, made), []
+        home: list[Tensor] = []
+        coming: Coming | None = None
         parts = (x.chunk(made.parts, 1) for x in (gradients[0], q, out))
         for i, (dout, q_part, out_part, lse_part) in enumerate(
             zip(*parts, lse.chunk(made.parts), strict=True)
@@ -111,9 +113,10 @@ class GatherAttention(torch.autograd.Function):
             dq, shares = made.step.backward(dout, Saved(q_part, *keys, out_part, lse_part), None)
             of_queries.append(torch.zeros_like(q_part) if dq is None else dq.to(q.dtype))
             both = torch.cat(list(sums_of(None, shares, keys)), 1)
-            coming.append(scatter_sums(in_order(both, made.places), made.group))
-        pairs = [x.wait()[0].chunk(2, 1) for x in coming]
-        dk, dv = (torch.cat(x, 1) for x in zip(*pairs, strict=True))
+            home += coming.wait() if coming else []
+            coming = scatter_sums(in_order(both, made.places), made.group)
+        home += coming.wait() if coming else []
+        dk, dv = (torch.cat(x, 1) for x in zip(*(x.chunk(2, 1) for x in home), strict=True))
         return torch.cat(of_queries, 1), dk, dv, None
 
 

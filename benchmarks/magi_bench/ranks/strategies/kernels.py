@@ -179,7 +179,7 @@ class Step:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, so_far: ForwardOutput | None
     ) -> ForwardOutput | None:
-        """What the rows have seen with these keys and those of the steps before; None if that is nothing."""
+        """The attention of the rows over these keys and those of the steps before; None if they saw nothing."""
         wide = torch.promote_types(q.dtype, torch.float32)
         everything = slice(0, self.num_rows)
         for number, (rows, keys, call) in enumerate(self.pieces, 1):
@@ -217,7 +217,7 @@ class Step:
 
 
 class Share(NamedTuple):
-    """What a call adds to the gradients of k and v of some rows."""
+    """The share of a call in the gradients of k and v of some rows."""
 
     rows: slice
     gradients: tuple[Tensor, Tensor]
