@@ -32,12 +32,14 @@ class Ready(NamedTuple):
         renew: makes the masks of so many calls to come. It takes no part in the time.
         facts: of its row, once it was called; numbers are those of the rank that has most.
         turn_ms: milliseconds of one of so many calls, if these are not in this process; else the wall time of `call`.
+        without_moves: the same call with nothing moved between ranks, whose results are wrong; it takes turns, too.
     """
 
     call: Callable[[], Sequence[Tensor]]
     renew: Callable[[int], None] = _nothing
     facts: Mapping[str, Any] = {}
     turn_ms: Callable[[int], float] | None = None
+    without_moves: Callable[[], Sequence[Tensor]] | None = None
 
 
 class Ahead:

@@ -42,6 +42,12 @@ class Settings:
         mask_in_graph: `mods`: whether every call makes its BlockMask, in the function that is compiled; else it is made
             before.
         model: `ranks`: steps of a Llama in place of attention alone.
+        local_kernels: `ranks`: of strategies, names in `strategies.kernels.LOCAL_KERNELS`.
+        ulysses_degree: `ranks`: how many ranks share heads in strategies of two dimensions; 0 chooses by the heads.
+        window: `ranks`: the ranks of a window of a double ring; 0 chooses.
+        samplers: `ranks`: how documents are drawn, one after another, in place of `lengths`.
+        packs: `ranks`: of documents, for each mask that knows them, length and sampler.
+        exposed: `ranks`: whether strategies are timed without moves, too.
         frameworks: `doors`: names in `doors.FRAMEWORKS`.
         attentions: `doors`: `attn_implementation` of transformers.
         modes: `doors`: "eager", "compiled".
@@ -76,6 +82,12 @@ class Settings:
     peers: tuple[str, ...] = ()
     mask_in_graph: bool = False
     model: bool = False
+    local_kernels: tuple[str, ...] = ("ours",)
+    ulysses_degree: int = 0
+    window: int = 0
+    samplers: tuple[str, ...] = ("seeds",)
+    packs: int = 1
+    exposed: bool = False
     frameworks: tuple[str, ...] = ()
     attentions: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()

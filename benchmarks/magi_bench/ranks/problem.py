@@ -111,6 +111,7 @@ class Problem:
         for begin in range(ROWS * self.world.rank, self.total, ROWS * self.world.size):
             rows = slice(begin, begin + ROWS)
             visible = self.workload.mask_mod(zero, zero, keys[rows, None], keys)
+            visible = visible.expand(-1, self.total)  # of a mask that looks at queries alone, too
             seen = visible.any(0).nonzero()
             columns = slice(int(seen[0]), int(seen[-1]) + 1)
             for head in range(len(of_keys)):

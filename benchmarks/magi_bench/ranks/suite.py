@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,8 +17,11 @@ from magi_bench.contenders.base import Contender
 from magi_bench.ranks.contenders import CONTENDERS
 from magi_bench.ranks.model import MODEL, TRAININGS
 from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.strategies.contenders import STRATEGIES
+from magi_bench.ranks.strategies.kernels import LOCAL_KERNELS
 from magi_bench.results.rows import Row
 from magi_bench.settings import Settings
+from magi_bench.workloads.lengths import SAMPLERS
 from magi_bench.world import World
 
 ALL_MASKS = (
@@ -25,7 +31,41 @@ ALL_MASKS = (
     "block_causal_document",
     "prefix_lm_causal",
 )
+#: Masks that do not know documents.
+ONE_SEQUENCE = (
+    "full",
+    "causal",
+    "sliding_window",
+    "sliding_window_causal",
+    "global_sliding_window",
+    "prefix_lm_causal",
+)
 BLOCK = 128
+#: What options are where neither the command line nor a preset says otherwise.
+DEFAULTS: dict[str, Any] = {
+    "tokens": [8192],
+    "masks": list(ALL_MASKS[:2]),
+    "heads": "32:8",
+    "samplers": ["seeds"],
+    "packs": 1,
+    "seconds": 150.0,
+    "contenders": None,
+}
+#: The workloads of others, by name.
+PRESETS: dict[str, dict[str, Any]] = {
+    "seeds": {
+        "tokens": [8192, 16384, 32768],
+        "masks": ["full", "causal", "document_full", "document_causal"],
+        "heads": "64:8",
+        "samplers": ["seeds", "longca-long"],
+        "packs": 3,
+        "seconds": 1500.0,
+        "contenders": [
+            *("magi", "one-rank", *(x.name for x in STRATEGIES)),
+            *("torch-head-tail", "torch-ptrr", "torch-documents"),
+        ],
+    }
+}
 QUICK = {
     "tokens": [256],
     "heads": "4:2",
@@ -35,8 +75,8 @@ QUICK = {
     "vocab": 256,
     "train_layers": 2,
 }
-DESCRIPTION = """Attention across ranks, host included: ours, PyTorch's context parallelism, all-to-all over heads,
-one rank alone. Starts its own processes, or takes those that torchrun has started. Time goes into compilation: a
+DESCRIPTION = """Attention across ranks, host included: ours, PyTorch's context parallelism, the strategies of the
+field, one rank alone. Starts its own processes, or takes those that torchrun has started. Time goes into compilation: a
 mask, a length and a pass cost FlexAttention's contenders a graph each (on two cores of a CPU 10 to 40 s, and on a GPU
 seconds), the BlockMask of PyTorch's context parallelism another; ours and `one-rank` compile their CUDA kernels once.
 --seconds begins nothing that would end later, judging by what a contender took before."""
@@ -55,7 +95,7 @@ class Ranks(runner.Suite):
         "receives most gets from others in a call: of ours counted from the plan, of the others "
         "from shapes. Peak memory is what "
         "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric "
-        "memory are not in it. A call of the "
+        "memory are not in it. Documents of HybridCP are on their ranks before a call. A call of the "
         "model spreads a batch of new documents, and ours plans their mask in it, while PyTorch's "
         "BlockMask is made before; with a "
         "backward it adds the gradients up over ranks."
@@ -64,23 +104,40 @@ class Ranks(runner.Suite):
     world: World
 
     def cases(self) -> Iterator[Case]:
-        settings, size = self.settings, self.world.size
-        for tokens in settings.tokens:
-            for mask in (MODEL,) if settings.model else settings.masks:
+        more = {"ranks": self.world.size}
+        if self.settings.model:
+            more["layers"] = self.settings.train_layers
+        for tokens in self.settings.tokens:
+            for mask, settings in self.masks():
                 if not settings.model:
                     self._together = Problem(settings, self.world, mask, tokens)
                     self._alone = Problem(settings, self.world, mask, tokens, is_alone=True)
                 for which in settings.passes:
-                    layers = settings.train_layers if settings.model else 1
-                    more = {"which": which, "ranks": size, "layers": layers}
-                    yield settings.case("ranks", mask, tokens, **more)
+                    yield settings.case("ranks", mask, tokens, which=which, **more)
+
+    def masks(self) -> Iterator[tuple[str, Settings]]:
+        """Each mask with the settings that draw it: once, or for each pack of documents of each sampler if it knows
+        documents."""
+        if self.settings.model:
+            yield MODEL, self.settings
+            return
+        for mask in self.settings.masks:
+            drawn = itertools.product(self.settings.samplers, range(self.settings.packs))
+            for sampler, pack in [next(drawn)] if mask in ONE_SEQUENCE else drawn:
+                seed = self.settings.seed + pack
+                yield mask, replace(self.settings, lengths=sampler, seed=seed)
 
     def contenders(self, case: Case) -> Sequence[Contender]:
         asked = self.settings.contenders
         if self.settings.model:
             made = [x(self.settings, self.world, case.seqlen) for x in TRAININGS]
             return [x for x in made if asked is None or x.name in asked]
-        return [x() for x in CONTENDERS if asked is None or x.name in asked]
+        return [
+            made
+            for x in CONTENDERS
+            if asked is None or x.name in asked
+            for made in (map(x, self.settings.local_kernels) if x.has_local_kernel else [x()])
+        ]
 
     def problem(self, case: Case, contender: Contender) -> Problem | None:
         if self.settings.model:
@@ -88,7 +145,12 @@ class Ranks(runner.Suite):
         return self._alone if contender.is_alone else self._together
 
     def place(self, case: Case) -> Row:
-        return {"group": PASSES[case.which], "what": case.mask.replace("_", " ")}
+        words = [case.mask.replace("_", " ")]
+        if len(self.settings.samplers) > 1 and case.mask not in ONE_SEQUENCE:
+            words.append(f"of {case.lengths}")
+        if case.seed != self.settings.seed:
+            words.append(f"pack {case.seed - self.settings.seed + 1}")
+        return {"group": PASSES[case.which], "what": ", ".join(words)}
 
     def kind(self, case: Case) -> str:
         return case.level
@@ -122,14 +184,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", dest="train_layers", type=count, default=4, help="of the model")
     names = [x.name for x in CONTENDERS]
     parser.add_argument("--contenders", nargs="+", choices=names, metavar="NAME")
-    more = ("tokens", "masks", "lengths", "dtype", "vocab", "turn_ms", "seed")
-    defaults = {"tokens": [8192], "masks": list(ALL_MASKS[:2]), "seconds": 150.0}
-    arguments.add(parser, (*arguments.RUN, *more), **defaults)
+    parser.add_argument("--preset", choices=PRESETS, help="options that are not given as of others")
+    parser.add_argument(
+        "--local-kernel",
+        dest="local_kernels",
+        nargs="+",
+        choices=LOCAL_KERNELS,
+        default=["ours"],
+        help="of strategies, one after another; on a CPU ours",
+    )
+    parser.add_argument(
+        "--ulysses-degree",
+        type=count,
+        default=0,
+        help="ranks that share heads in usp and loongtrain, by default as many as heads allow and leave a ring",
+    )
+    parser.add_argument(
+        "--window", type=count, default=0, help="ranks of a window of loongtrain's double ring"
+    )
+    parser.add_argument(
+        "--exposed",
+        action="store_true",
+        help="time strategies without moves, too: what is not hidden",
+    )
+    parser.add_argument(
+        "--lengths",
+        dest="samplers",
+        nargs="+",
+        choices=SAMPLERS,
+        help="of documents, one after another",
+    )
+    parser.add_argument(
+        "--packs", type=count, help="of documents, for each mask, length and sampler"
+    )
+    more = ("tokens", "masks", "dtype", "vocab", "turn_ms", "seed")
+    arguments.add(parser, (*arguments.RUN, *more), **dict.fromkeys(DEFAULTS))
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
+    wanted = DEFAULTS | PRESETS.get(args.preset, {})
+    vars(args).update({name: x for name, x in wanted.items() if getattr(args, name) is None})
     more = {"masks": ALL_MASKS} if args.all_masks else {}
     settings = arguments.settings_of(args, QUICK, **more)
     kind, gpus = settings.device, torch.cuda.device_count()

@@ -19,6 +19,8 @@ TABLES = Path(__file__).parent / "length_tables"
 SEEDS_CAP = 4
 # The "blocks" sampler draws documents of 1 to 8 blocks.
 BLOCK, MAX_BLOCKS = 1024, 8
+# The "longca-long" sampler fills this share of the sequence with documents of any length of this range.
+LONG_SHARE, LONG = 0.6, (8 * 1024, 30 * 1024)
 # The "short" sampler draws documents of this range of tokens, 700 on average.
 SHORT = (64, 1336)
 
@@ -57,13 +59,7 @@ def sample(sampler: str, seqlen: int, seed: int) -> list[int]:
     """
     if sampler not in SAMPLERS:
         raise ValueError(f"`sampler` must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-    draw = SAMPLERS[sampler](seqlen, random.Random(seed))
-    lengths: list[int] = []
-    left = seqlen
-    while left:
-        lengths.append(min(draw(), left))
-        left -= lengths[-1]
-    return lengths
+    return _filled(seqlen, SAMPLERS[sampler](seqlen, random.Random(seed)))
 
 
 def _seeds(seqlen: int, rng: random.Random) -> Callable[[], int]:
@@ -101,6 +97,25 @@ def _longca(seqlen: int, rng: random.Random) -> Callable[[], int]:
     return _uniform_in_bin(table)(seqlen, rng)
 
 
+def _longca_long(seqlen: int, rng: random.Random) -> Callable[[], int]:
+    """LongCA-bench's LONG variant: 60 % of the tokens are in long documents, the others as "longca" draws them;
+    shuffled."""
+    of_long = round(LONG_SHARE * seqlen)
+    lengths = _filled(seqlen - of_long, _longca(seqlen, rng))
+    lengths += _filled(of_long, lambda: rng.randint(*LONG))
+    rng.shuffle(lengths)
+    return iter(lengths).__next__
+
+
+def _filled(total: int, draw: Callable[[], int]) -> list[int]:
+    """Lengths whose sum is `total`; the last one is cut."""
+    lengths: list[int] = []
+    while total:
+        lengths.append(min(draw(), total))
+        total -= lengths[-1]
+    return lengths
+
+
 def _whole(seqlen: int, rng: random.Random) -> Callable[[], int]:
     """One document."""
     return lambda: seqlen
@@ -119,6 +134,7 @@ def _short(seqlen: int, rng: random.Random) -> Callable[[], int]:
 SAMPLERS: dict[str, Callable[[int, random.Random], Callable[[], int]]] = {
     "seeds": _seeds,
     "longca": _longca,
+    "longca-long": _longca_long,
     "pile": _uniform_in_bin("pile"),
     "prolong64k": _uniform_in_bin("prolong64k"),
     "prolong512k": _uniform_in_bin("prolong512k"),

@@ -8,9 +8,10 @@ import torch
 
 from magi_bench.cli import main
 from magi_bench.gate import STEP_RESULTS
-from magi_bench.ranks import contenders, model, suite
+from magi_bench.ranks import model, suite
 from magi_bench.ranks.model import MagiTraining, TorchTraining
 from magi_bench.results import rows as files
+from magi_bench.step.contenders import NO_BACKWARD
 from magi_bench.world import World
 from tests.bench.flat import flat, rows_of
 from tests.bench.ranks.test_ranks import SMALL
@@ -52,7 +53,7 @@ def test_steps_are_held_to_those_of_one_rank(two_ranks):
             ("magi", "fwdbwd"): "ok",
             ("torch-head-tail", "fwdbwd"): "unsupported",
         }
-        assert rows[-1]["reason"] == contenders.NO_BACKWARD
+        assert rows[-1]["reason"] == NO_BACKWARD
         for row in rows[:3]:
             assert row["mask"] == "model"
             assert row["tokens_per_s"] == pytest.approx(256 / row["ms"] * 1e3)

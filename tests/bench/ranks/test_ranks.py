@@ -10,13 +10,15 @@ from magi_bench.clock import Rounds
 from magi_bench.gate import exact_and_plain
 from magi_bench.ranks import contenders, suite
 from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.strategies.contenders import Ulysses
 from magi_bench.results import rows as files
 from magi_bench.settings import Settings
+from magi_bench.step.contenders import NO_BACKWARD
 from magi_bench.world import World
 from magi_compile.dtensor import plan
 from tests.bench.flat import flat, rows_of
 
-OURS = ("magi", "magi-waits", "magi-one-stage", "one-rank", "ulysses-magi")
+OURS = ("magi", "magi-waits", "magi-one-stage", "one-rank", "ulysses")
 SMALL = Settings(
     *("cpu", "float32", (256,), 4, 2, 16),
     masks=("document_causal", "causal"),
@@ -68,7 +70,7 @@ def run_truth(group, mask):
 
 
 def test_the_truth_is_that_of_the_dense_oracle(two_ranks):
-    for mask in suite.ALL_MASKS:
+    for mask in (*suite.ALL_MASKS, "full"):
         for check in two_ranks.run(run_truth, mask):
             assert check.passed
             assert check.seqlen == 640
@@ -149,7 +151,7 @@ def run_bytes(group):
     world = World("cpu")
     problem = Problem(SMALL, world, "causal", 256)
     ours = contenders.Magi().spread(problem).received
-    spread = contenders.UlyssesMagi().spread(problem).received
+    spread = Ulysses().spread(problem).received
     told = plan(problem.workload.slices, world.mesh).explain()
     return ours, spread, told.received_rows[world.rank], told.sent_rows[world.rank]
 
@@ -169,7 +171,7 @@ def run_heads(group):
 
 def test_heads_that_do_not_divide_are_a_reason(two_ranks):
     rows, _ = two_ranks.run(run_heads)
-    (row,) = (row for row in rows if row["contender"] == "ulysses-magi")
+    (row,) = (row for row in rows if row["contender"] == "ulysses")
     assert (row["status"], row["reason"]) == (
         "unsupported",
         "1 key-value heads do not divide by 2 ranks",
@@ -193,9 +195,66 @@ def test_what_peers_cannot_do_on_a_cpu(two_ranks):
     found, _ = two_ranks.run(run_refusals)
     for name, which, reasons in found:
         is_flex = name.startswith("torch") or name == "ulysses-flex"
-        assert (contenders.NO_BACKWARD in reasons) == (is_flex and which == "fwdbwd")
+        assert (NO_BACKWARD in reasons) == (is_flex and which == "fwdbwd")
         odd = [x for x in reasons if "documents of a multiple of 4 tokens" in x]
         assert len(odd) == (name == "torch-documents")
+
+
+# Documents, local kernels, presets
+
+
+def run_quickly(group, settings):
+    return run_ranks(replace(settings, passes=("fwd",), contenders=("ring", "hybrid-cp")))
+
+
+def test_packs_of_documents_are_cases(two_ranks):
+    settings = replace(
+        SMALL, masks=("full", "document_causal"), samplers=("short", "pile"), packs=2
+    )
+    rows, _ = two_ranks.run(run_quickly, settings)
+    assert [row["what"] for row in rows[::2]] == [
+        "full",
+        "document causal, of short",
+        "document causal, of short, pack 2",
+        "document causal, of pile",
+        "document causal, of pile, pack 2",
+    ]
+    assert {row["status"] for row in rows} == {"ok"}
+    assert all(row["rank_tokens"] == 256 for row in rows if row["contender"] == "ring")
+
+
+def test_local_kernels_are_part_of_a_name(two_ranks):
+    settings = replace(SMALL, masks=("causal",), local_kernels=("ours", "fa2"))
+    rows, _ = two_ranks.run(run_quickly, settings)
+    found = {row["contender"]: (row["status"], row.get("reason")) for row in rows}
+    missing = "unavailable", "local kernel fa2: runs on a GPU, not on cpu"
+    assert found == {
+        "ring": ("ok", None),
+        "ring-fa2": missing,
+        "hybrid-cp": ("ok", None),
+        "hybrid-cp-fa2": missing,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"tokens": (8192,), "nheads_q": 32, "packs": 1, "samplers": ("seeds",)}),
+        (
+            ["--preset", "seeds"],
+            {"tokens": (8192, 16384, 32768), "nheads_q": 64, "packs": 3, "seconds": 1500.0},
+        ),
+        (
+            ["--preset", "seeds", "--packs", "1", "--tokens", "8K", "--lengths", "pile"],
+            {"tokens": (8192,), "nheads_q": 64, "packs": 1, "samplers": ("pile",)},
+        ),
+    ],
+)
+def test_a_preset_leaves_what_is_given(arguments, expected, monkeypatch):
+    started = []
+    monkeypatch.setattr("magi_bench.world.start", lambda *x: started.append(x[3]) or 0)
+    assert main(["ranks", "--device", "cpu", *arguments]) == 0
+    assert {name: getattr(started[0], name) for name in expected} == expected
 
 
 # The report and the command

@@ -173,6 +173,14 @@ def test_block_lists():
     assert all(x.is_contiguous() for x in transposed)
 
 
+def test_long_documents_have_their_share():
+    total = 8 * 65536
+    drawn = lengths.sample("longca-long", total, 3)
+    of_long = sum(x for x in drawn if x >= lengths.LONG[0])
+    assert 0.55 * total < of_long < 0.8 * total  # ProLong has long ones, too
+    assert len(drawn) > 50
+
+
 @pytest.mark.parametrize("sampler", lengths.SAMPLERS)
 def test_documents_fill_the_sequence(sampler):
     drawn = lengths.sample(sampler, 20000, seed=1)

@@ -1,0 +1,109 @@
+"""The interface of whoever spreads the attention of a sequence over ranks, and our kernel on one of them."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_bench.cases import Case
+from magi_bench.clock import Ready, wait
+from magi_bench.contenders.base import Contender
+from magi_bench.gate import Check
+from magi_bench.ranks.problem import Problem
+from magi_bench.step.contenders import NO_BACKWARD
+from magi_bench.workloads.workload import Workload
+from magi_bench.world import World
+from magi_compile.kernels.plan import pack
+from magi_compile.kernels.select import problem_on, select
+from magi_compile.ops import library  # noqa: F401  (defines torch.ops.magi)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Spread(NamedTuple):
+    """A contender for one mask.
+
+    Attributes:
+        positions: int64 `[tokens of a rank]`, where in the sequence this rank's tokens are.
+        attend: packed `[tokens, heads, head_dim]` q, k and v of them to out; differentiable.
+        received: bytes that this rank gets from others, forward and backward.
+        counted: how they are known: "plan" or "shapes".
+    """
+
+    positions: Tensor
+    attend: Attend
+    received: tuple[int, int]
+    counted: str
+
+
+class RanksContender(Contender):
+    """A way to run the attention of a sequence over ranks; if it `is_alone`, every rank has a sequence of its own, as
+    long as its tokens.
+
+    Attributes:
+        has_local_kernel: whether it takes the name of one.
+    """
+
+    has_local_kernel: bool = False
+    _positions: Tensor
+
+    @abstractmethod
+    def spread(self, problem: Problem) -> Spread:
+        """Everything that depends on the mask and the shapes alone; all ranks call it together."""
+
+    def prepare(self, problem: Problem, case: Case) -> Ready:
+        began = time.perf_counter()
+        made = self.spread(problem)
+        wait(problem.world.kind)
+        needs_grad = case.which == "fwdbwd"
+        facts = {
+            "prepare_s": time.perf_counter() - began,
+            "received_bytes": made.received[0] + (made.received[1] if needs_grad else 0),
+            "counted": made.counted,
+            "rank_tokens": len(made.positions),
+        }
+        self._positions = made.positions
+        *tensors, dout = (x[made.positions] for x in problem.inputs)
+        leaves = [x.requires_grad_(needs_grad) for x in tensors]
+
+        def call() -> Sequence[Tensor]:
+            out = made.attend(*leaves)
+            return [out, *torch.autograd.grad(out, leaves, dout)] if needs_grad else [out]
+
+        return Ready(call, facts=facts)
+
+    def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
+        return problem.check(results, self._positions)
+
+
+def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
+    """Our kernel on one rank, with a plan made beforehand; packed tensors with so many query and key-value heads."""
+    case, slices = workload.case, workload.slices.to(world.device)
+    sizes = (heads[0], heads[1], case.head_dim, case.head_dim)
+    asked = problem_on(world.device, getattr(torch, case.dtype), sizes, case.head_dim**-0.5)
+    kernel = select(asked).kernel
+    made = pack(kernel.plan(slices, asked))
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = asked.softmax_scale
+        out: Tensor = torch.ops.magi.attention(q, k, v, lists, made, scale, 0.0, kernel.name)[0]
+        return out
+
+    return attend
+
+
+def flex_refusals(problem: Problem, case: Case) -> list[str]:
+    """Why FlexAttention cannot run it."""
+    return [NO_BACKWARD] if problem.world.kind == "cpu" and case.which == "fwdbwd" else []
+
+
+def bytes_of_keys(problem: Problem) -> int:
+    """The bytes of the key and the value of a token, or of their gradients."""
+    settings = problem.settings
+    return 2 * settings.nheads_kv * settings.head_dim * getattr(torch, settings.dtype).itemsize

@@ -1,0 +1,470 @@
+"""The strategies of the field by name, each a placement, a local kernel and moves."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from magi_bench.cases import Case
+from magi_bench.clock import Ready
+from magi_bench.contenders.flex import make_block_mask
+from magi_bench.own_code import with_own_code
+from magi_bench.ranks.base import (
+    Attend,
+    RanksContender,
+    Spread,
+    bytes_of_keys,
+    flex_refusals,
+    kernel_on,
+)
+from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.strategies.attention import (
+    GatherAttention,
+    GatherPlan,
+    RingPlan,
+    across_heads,
+)
+from magi_bench.ranks.strategies.kernels import LocalKernel, local_kernel, steps_of
+from magi_bench.ranks.strategies.placement import (
+    Spans,
+    between,
+    contiguous,
+    count,
+    positions,
+    spans_of,
+    split,
+    zigzag,
+)
+from magi_bench.ranks.strategies.schedule import Group, best_schedule
+from magi_bench.ranks.strategies.transport import (
+    Ring,
+    Rings,
+    group_of,
+    lane,
+    without_moves,
+)
+from magi_bench.world import World
+from magi_compile.kernels.select import problem_on
+from magi_compile.masks.slices import AttnSlices
+
+#: Masks that depend on nothing but documents, and whether they know them.
+DOCUMENT_MASKS = {"full": False, "causal": False, "document_full": True, "document_causal": True}
+#: Times that keys are gathered in a call, each time of some heads: the first time, nothing is computed yet.
+GATHERS = 4
+
+
+class Strategy(RanksContender):
+    """A strategy of others around a local kernel of `LOCAL_KERNELS`, whose name is part of its own if not ours."""
+
+    has_local_kernel = True
+    takes_any_mask = False
+
+    def __init__(self, local_kernel: str = "ours"):
+        self.local_kernel = local_kernel
+        if local_kernel != "ours":
+            self.name, self.label = f"{self.name}-{local_kernel}", f"{self.label}, {local_kernel}"
+
+    def prepare(self, problem: Problem, case: Case) -> Ready:
+        ready = super().prepare(problem, case)
+        if not problem.settings.exposed:
+            return ready
+
+        def call() -> Sequence[Tensor]:
+            with without_moves():
+                return ready.call()
+
+        return ready._replace(without_moves=call)
+
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        reasons = []
+        if not self.takes_any_mask and problem.workload.case.mask not in DOCUMENT_MASKS:
+            reasons.append(f"takes {', '.join(DOCUMENT_MASKS)}")
+        return reasons or self.kernel(problem).refusals(problem.workload.slices)
+
+    def kernel(self, problem: Problem, num_ranks: int = 1, parts: int = 1) -> LocalKernel:
+        """The local kernel, where `num_ranks` share the heads and each call takes one of so many parts of them."""
+        settings, share = problem.settings, num_ranks * parts
+        heads = (settings.nheads_q // share, settings.nheads_kv // share)
+        sizes = (*heads, settings.head_dim, settings.head_dim)
+        dtype = getattr(torch, settings.dtype)
+        asked = problem_on(problem.world.device, dtype, sizes, settings.head_dim**-0.5)
+        kernel = local_kernel(self.local_kernel, asked)
+        if missing := kernel.missing():
+            raise ImportError(f"local kernel {self.local_kernel}: {missing}")
+        return kernel
+
+
+def documents_of(problem: Problem) -> Spans:
+    """The documents that a mask of `DOCUMENT_MASKS` knows, or the whole sequence."""
+    knows = DOCUMENT_MASKS[problem.workload.case.mask]
+    return spans_of(problem.workload.documents if knows else [problem.total])
+
+
+# Two dimensions: heads and rings
+
+
+class Mesh(NamedTuple):
+    """The ranks in two dimensions: those of a column share the tokens of a place in the ring, each has some heads.
+
+    Attributes:
+        ulysses: ranks that share heads.
+        windows: of the ring.
+        window: ranks of a window.
+        head_first: whether ranks that share heads have consecutive numbers, else those of a ring have.
+    """
+
+    ulysses: int
+    windows: int
+    window: int
+    head_first: bool = True
+
+    @property
+    def ring(self) -> int:
+        return self.windows * self.window
+
+    def rank(self, place: int, head: int) -> int:
+        """The number of the rank at a place of the ring that has these heads."""
+        return place * self.ulysses + head if self.head_first else head * self.ring + place
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Place and heads of a rank."""
+        if self.head_first:
+            return divmod(rank, self.ulysses)
+        head, place = divmod(rank, self.ring)
+        return place, head
+
+
+def largest_ulysses(problem: Problem, least_ring: int) -> int:
+    """The most ranks that can share the heads, where `least_ring` ranks or more are left for a ring, if there are so
+    many; 1 where heads do not divide."""
+    size, nheads = problem.world.size, problem.settings.nheads_kv
+    fitting = [x for x in range(1, size + 1) if size % x == 0 and nheads % x == 0]
+    return max(x for x in fitting if size // x >= min(least_ring, size))
+
+
+def widest_window(ring: int) -> int:
+    """The ranks of a window, such that there are not more windows than that."""
+    return min(x for x in range(1, ring + 1) if ring % x == 0 and x * x >= ring)
+
+
+class OnMesh(Strategy):
+    """A zigzag ring, each of whose places is a group of ranks that share heads."""
+
+    @abstractmethod
+    def mesh(self, problem: Problem) -> Mesh:
+        """The ranks, by the number of heads and what was asked for."""
+
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        return self.mesh_refusals(problem) or super().supports(problem, case)
+
+    def mesh_refusals(self, problem: Problem) -> list[str]:
+        """Why the ranks and the heads cannot be spread over the mesh."""
+        mesh, nheads, size = self.mesh(problem), problem.settings.nheads_kv, problem.world.size
+        if size % mesh.ulysses:
+            return [f"{size} ranks do not divide by {mesh.ulysses} that share heads"]
+        if nheads % mesh.ulysses:
+            return [f"{nheads} key-value heads do not divide by {mesh.ulysses} ranks"]
+        if mesh.ulysses * mesh.ring != size:
+            return [f"a ring of {size // mesh.ulysses} ranks has no windows of {mesh.window}"]
+        return []
+
+    def owners(self, problem: Problem, ring: int) -> list[Spans]:
+        """The tokens of each place of the ring."""
+        return zigzag(documents_of(problem), ring)
+
+    def spread(self, problem: Problem) -> Spread:
+        mesh, world = self.mesh(problem), problem.world
+        place, head = mesh.coordinates(world.rank)
+        owners = self.owners(problem, mesh.ring)
+        attend: Attend
+        if mesh.ring > 1:
+            levels, slices = rings_of(mesh, world), problem.workload.slices
+            kernel = self.kernel(problem, mesh.ulysses)
+            made = ring_plan(kernel, slices, owners, levels, world.device)
+            attend, moved = made.attend, made.rings.received()
+        else:
+            attend, moved = self.alone(problem, mesh.ulysses), (0, 0)
+        row, exchanged = bytes_of_keys(problem) // mesh.ulysses, 0
+        if mesh.ulysses > 1:
+            attend = across_heads(attend, heads_group(mesh, world), heads_of(problem, mesh.ulysses))
+            exchanged = bytes_exchanged(problem, mesh.ulysses)
+        mine = split(owners[place], mesh.ulysses)[head]
+        received = (exchanged + moved[0] * row, exchanged + sum(moved) * row)
+        return Spread(positions(mine, world.device), attend, received, "shapes")
+
+    def alone(self, problem: Problem, ulysses: int) -> Attend:
+        """Attention of all tokens on one rank, with its share of the heads."""
+        workload, world = problem.workload, problem.world
+        if self.local_kernel == "ours":
+            return kernel_on(workload, world, heads_of(problem, ulysses))
+        kernel, everything = self.kernel(problem, ulysses), [[(0, problem.total)]]
+        return ring_plan(kernel, workload.slices, everything, (), world.device).attend
+
+
+def rings_of(mesh: Mesh, world: World) -> tuple[Ring, ...]:
+    """The rings that this rank is in: of windows, and of the ranks of its window, where there are several."""
+    place, head = mesh.coordinates(world.rank)
+    window, number = divmod(place, mesh.window)
+    found = []
+    for name, size, own, first, stride in (
+        ("windows", mesh.windows, window, number, mesh.window),
+        ("window", mesh.window, number, window * mesh.window, 1),
+    ):
+        if size > 1:
+            ranks = [mesh.rank(first + i * stride, head) for i in range(size)]
+            found.append(Ring(ranks, own, *lanes_of(world, name)))
+    return tuple(found)
+
+
+def lanes_of(world: World, name: str) -> list[ProcessGroup]:
+    """The lanes of keys and of gradients in rings of this name; all ranks ask for them together."""
+    return [lane(world, f"{kind} of {name}") for kind in ("keys", "gradients")]
+
+
+def heads_group(mesh: Mesh, world: World) -> ProcessGroup:
+    """The group of the ranks that share heads with this one."""
+    columns = [[mesh.rank(i, j) for j in range(mesh.ulysses)] for i in range(mesh.ring)]
+    return group_of(world, columns)
+
+
+def heads_of(problem: Problem, ulysses: int) -> tuple[int, int]:
+    """The query and key-value heads of a rank."""
+    settings = problem.settings
+    return settings.nheads_q // ulysses, settings.nheads_kv // ulysses
+
+
+def ring_plan(
+    kernel: LocalKernel,
+    slices: AttnSlices,
+    owners: Sequence[Spans],
+    levels: tuple[Ring, ...],
+    device: torch.device,
+) -> RingPlan:
+    """Attention of this rank's tokens over those of all owners, whose keys come around."""
+    rings = Rings(levels, [count(spans) for spans in owners])
+    order = rings.owners()
+    masks = [between(slices, owners[order[0]], owners[owner]) for owner in order]
+    return RingPlan(rings, steps_of(kernel, masks, device))
+
+
+def bytes_exchanged(problem: Problem, ulysses: int) -> int:
+    """The bytes of q, k, v and out that a rank gets from those with which it shares heads; of gradients as many."""
+    settings = problem.settings
+    nheads = 2 * settings.nheads_q + 2 * settings.nheads_kv
+    itemsize = getattr(torch, settings.dtype).itemsize
+    whole = problem.tokens * nheads * settings.head_dim * itemsize
+    return whole * (ulysses - 1) // ulysses
+
+
+class Ulysses(OnMesh):
+    """DeepSpeed-Ulysses: a rank gets all tokens of some heads, attends by itself, and the output goes back. Tokens are
+    in order."""
+
+    name = "ulysses"
+    label = "Ulysses: all-to-all over heads"
+    takes_any_mask = True
+
+    def mesh(self, problem: Problem) -> Mesh:
+        return Mesh(problem.world.size, 1, 1)
+
+    def owners(self, problem: Problem, ring: int) -> list[Spans]:
+        return contiguous(problem.total, ring)
+
+
+class UlyssesFlex(Ulysses):
+    name = "ulysses-flex"
+    label = "Ulysses, compiled FlexAttention"
+    has_local_kernel = False
+
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        return [*self.mesh_refusals(problem), *flex_refusals(problem, case)]
+
+    def alone(self, problem: Problem, ulysses: int) -> Attend:
+        block_mask = make_block_mask(problem.workload, problem.world.device)
+        flex = torch.compile(with_own_code(_flex), dynamic=False)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out: Tensor = flex(q, k, v, block_mask)
+            return out[0].transpose(0, 1)
+
+        return attend
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+    out: Tensor = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+    return out
+
+
+class RingP2P(OnMesh):
+    """Ring attention with point-to-point sends: keys go around, each document is cut in a zigzag."""
+
+    name = "ring"
+    label = "Ring P2P, zigzag"
+
+    def mesh(self, problem: Problem) -> Mesh:
+        return Mesh(1, 1, problem.world.size)
+
+
+class Usp(OnMesh):
+    """Unified sequence parallelism: Ulysses in groups of consecutive ranks, a ring across groups."""
+
+    name = "usp"
+    label = "USP: Ulysses in a zigzag ring"
+
+    def mesh(self, problem: Problem) -> Mesh:
+        ulysses = problem.settings.ulysses_degree or largest_ulysses(problem, 2)
+        return Mesh(ulysses, 1, problem.world.size // ulysses)
+
+
+class LoongTrain(OnMesh):
+    """2D attention with a double ring: keys pass through a window while the window's keys are on their way to the next
+    one. Ranks that share heads have consecutive numbers."""
+
+    name = "loongtrain"
+    label = "LoongTrain: Ulysses in a double ring, head first"
+    head_first = True
+
+    def mesh(self, problem: Problem) -> Mesh:
+        ulysses = problem.settings.ulysses_degree or largest_ulysses(problem, 4)
+        ring = max(problem.world.size // ulysses, 1)
+        window = problem.settings.window or widest_window(ring)
+        return Mesh(ulysses, ring // window, window, self.head_first)
+
+
+class LoongTrainContextFirst(LoongTrain):
+    """The same with consecutive ranks in a ring."""
+
+    name = "loongtrain-context-first"
+    label = "LoongTrain, context first"
+    head_first = False
+
+
+# Gathered keys
+
+
+class RingAllGather(Strategy):
+    """Llama 3's: keys of all ranks are gathered, in parts of the heads, while the part before is computed. The sequence
+    is cut in a zigzag as a whole, whatever its documents are."""
+
+    name = "ring-all-gather"
+    label = "Ring AllGather (Llama 3)"
+    takes_any_mask = True
+
+    def spread(self, problem: Problem) -> Spread:
+        world = problem.world
+        owners = zigzag([(0, problem.total)], world.size)
+        mine = owners[world.rank]
+        parts = math.gcd(problem.settings.nheads_kv, GATHERS)
+        kernel = self.kernel(problem, parts=parts)
+        made = gather_plan(kernel, problem.workload.slices, mine, owners, world, parts)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = GatherAttention.apply(q, k, v, made)
+            return out
+
+        moved = (problem.total - problem.tokens) * bytes_of_keys(problem)
+        # A backward gathers keys again, and a reduce-scatter brings a rank as many rows of gradients.
+        return Spread(positions(mine, world.device), attend, (moved, 2 * moved), "shapes")
+
+
+def gather_plan(
+    kernel: LocalKernel,
+    slices: AttnSlices,
+    mine: Spans,
+    owners: Sequence[Spans],
+    world: World,
+    parts: int,
+) -> GatherPlan:
+    """Attention of this rank's tokens over the keys of all owners: as they come, or in the order of the sequence for a
+    kernel that wants that."""
+    if kernel.in_any_order:
+        (step,) = steps_of(kernel, [between_all(slices, mine, owners)], world.device)
+        return GatherPlan(world.group, step, parts)
+    (step,) = steps_of(kernel, [between(slices, mine, [(0, slices.seqlen_k)])], world.device)
+    places = [slice(*span) for spans in owners for span in spans]
+    ends = accumulate(place.stop - place.start for place in places)
+    runs = [slice(end - (x.stop - x.start), end) for x, end in zip(places, ends, strict=True)]
+    order = [run for _, run in sorted(zip(places, runs, strict=True), key=lambda x: x[0].start)]
+    return GatherPlan(world.group, step, parts, order, places)
+
+
+def between_all(slices: AttnSlices, queries: Spans, owners: Sequence[Spans]) -> AttnSlices:
+    """The mask between the rows of one owner and the keys of all owners, one after the other."""
+    parts = [between(slices, queries, spans) for spans in owners]
+    shifts = [0, *accumulate(part.seqlen_k for part in parts)]
+    return AttnSlices.unchecked(
+        torch.cat([part.q_ranges for part in parts]),
+        torch.cat([part.k_ranges + shift for part, shift in zip(parts, shifts, strict=False)]),
+        torch.cat([part.mask_types for part in parts]),
+        count(queries),
+        shifts[-1],
+    ).normalize()
+
+
+# Groups by documents
+
+
+class HybridCP(Strategy):
+    """Megatron's hybrid context parallelism: a document gets as many ranks as its length asks for. The documents that a
+    group has in a round are packed in one zigzag ring. A rank has the tokens of its documents, more or fewer than
+    others."""
+
+    name = "hybrid-cp"
+    label = "HybridCP: a ring for each group of documents"
+
+    def spread(self, problem: Problem) -> Spread:
+        world, documents = problem.world, documents_of(problem)
+        lengths = [end - begin for begin, end in documents]
+        # All ranks connect their lanes, also those that have nothing to send.
+        lanes = lanes_of(world, "window")
+        kernel, attends, mine = self.kernel(problem), [], []
+        moved = [0, 0]
+        for groups in best_schedule(lengths, world.size, problem.tokens):
+            group, ranks = group_with(world.rank, groups)
+            owners = zigzag(sorted(documents[i] for i in group.documents), group.size)
+            place = world.rank - ranks[0]
+            levels = (Ring(ranks, place, *lanes),) if group.size > 1 else ()
+            slices = problem.workload.slices
+            made = ring_plan(kernel, slices, owners, levels, world.device)
+            attends.append(made.attend)
+            mine.append(owners[place])
+            moved = [x + y for x, y in zip(moved, made.rings.received(), strict=True)]
+        sizes = [count(spans) for spans in mine]
+
+        def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rounds = zip(attends, *(x.split(sizes) for x in (q, k, v)), strict=True)
+            return torch.cat([attend(*tensors) for attend, *tensors in rounds])
+
+        row = bytes_of_keys(problem)
+        received = (moved[0] * row, sum(moved) * row)
+        where = torch.cat([positions(spans, world.device) for spans in mine])
+        return Spread(where, attend_all, received, "shapes")
+
+
+def group_with(rank: int, groups: Sequence[Group]) -> tuple[Group, list[int]]:
+    """The group that a rank is in, and its ranks."""
+    ends = list(accumulate(group.size for group in groups))
+    number = next(i for i, end in enumerate(ends) if rank < end)
+    group = groups[number]
+    return group, list(range(ends[number] - group.size, ends[number]))
+
+
+#: In the order of reports; FlexAttention, which compiles for long, is not among them.
+STRATEGIES: tuple[type[RanksContender], ...] = (
+    Ulysses,
+    RingP2P,
+    RingAllGather,
+    Usp,
+    LoongTrain,
+    LoongTrainContextFirst,
+    HybridCP,
+)
