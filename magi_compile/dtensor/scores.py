@@ -29,7 +29,7 @@ from magi_compile.score.read import trace_score_program
 _FLEX = _compat.flex_operator()
 
 
-class ScoreArguments(NamedTuple):
+class ScoreOptions(NamedTuple):
     """The arguments of `magi::cp_attention` for a score_mod."""
 
     tables: list[Tensor]
@@ -40,7 +40,7 @@ class ScoreArguments(NamedTuple):
 
 def read_score_mod(
     score_mod: Callable[..., Any], device: torch.device
-) -> tuple[ScoreMod, ScoreArguments | None]:
+) -> tuple[ScoreMod, ScoreOptions | None]:
     """The scale and the soft-cap of a score_mod, or none of them and its program.
 
     Args:
@@ -61,7 +61,7 @@ def read_score_mod(
     program, tables = trace_score_program(_placed(score_mod, at_queries, at_keys), device)
     numbers = {id(x): i for i, x in enumerate(tables)}
     places = [numbers.get(id(x), -1) for x in (at_queries, at_keys)]
-    return ScoreMod(), ScoreArguments(tables, [], program.text, places)
+    return ScoreMod(), ScoreOptions(tables, [], program.text, places)
 
 
 def _stand_ins(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -287,7 +287,7 @@ def _check_labels_of_padding(labels: Tensor, padding: Tensor) -> None:
 
 
 def shifted_labels(batch: Mapping[str, Any]) -> Tensor | None:
-    """What each token of `[B, S]` is to predict, or None for a batch without labels."""
+    """The labels of each token of `[B, S]`; None for a batch without labels."""
     if batch.get("shift_labels") is not None:
         return batch["shift_labels"]  # type: ignore[no-any-return]
     if batch.get("labels") is None:
