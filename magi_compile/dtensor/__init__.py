@@ -14,12 +14,11 @@ if TYPE_CHECKING:
         context_parallel_shard,
         context_parallel_unshard,
     )
-    from magi_compile.dtensor.make_plan import HostPlan, plan
+    from magi_compile.dtensor.make_plan import HostPlan, plan, plan_ahead
     from magi_compile.dtensor.planning.cost import CostModel
     from magi_compile.dtensor.planning.rank_plan import (
         ContextParallelOptions,
         plan_rank,
-        plan_rank_ahead,
     )
     from magi_compile.dtensor.sequence_plan import SequencePlan
     from magi_compile.dtensor.spread_tokens import SpreadTokens
@@ -39,8 +38,8 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_unshard",
     "plan",
+    "plan_ahead",
     "plan_rank",
-    "plan_rank_ahead",
 ]
 
 # Where each public name lives; resolved at first use.
@@ -57,8 +56,8 @@ _HOMES = {
     "context_parallel_shard": "context.block",
     "context_parallel_unshard": "context.block",
     "plan": "make_plan",
+    "plan_ahead": "make_plan",
     "plan_rank": "planning.rank_plan",
-    "plan_rank_ahead": "planning.rank_plan",
 }
 
 

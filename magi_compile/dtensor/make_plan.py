@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, overload
 
@@ -23,6 +24,7 @@ from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
     RankPlan,
     plan_rank_together,
+    planner,
 )
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
@@ -258,6 +260,25 @@ def plan(
         return made
     by_name = dict(zip(names, made, strict=True))
     return {name: by_name[name] for name in masks}
+
+
+def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[Any]:
+    """`plan` on a thread of its own: a step is planned while the GPU runs the one before. Plans queue up.
+
+    The host shares one interpreter with that thread. Where it has no time to spare, plan in the workers of a DataLoader
+    instead: `plan(mask, ranks=(cp_size, rank))`.
+
+    Args:
+        mask: as in `plan`; of tensors on the CPU, because others make the thread wait for the GPU. None for `masks`.
+        mesh: as in `plan`; None for `ranks`.
+        **arguments: the other arguments of `plan`.
+
+    Returns:
+        A future: its `result()` gives what `plan` returns, on the device of the mesh, or raises what that raises. It
+        belongs to this process: in a fork, for example a worker of a DataLoader, ask again.
+    """
+    function: Callable[..., Any] = plan  # of several signatures
+    return planner().submit(function, mask, mesh, **arguments)
 
 
 def _ranks_of(ranks: Any, mesh: Any, keys: Any) -> tuple[int, int]:

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
     plan_rank,
-    plan_rank_ahead,
 )
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks, shard
@@ -232,35 +230,3 @@ def test_a_rank_that_hangs_is_an_error_within_the_timeout():
         assert waited < 1.5 * SHORT.total_seconds()
     finally:
         ranks.close()
-
-
-def test_planning_ahead():
-    slices = AttnSlices.causal(333)
-    plan = plan_rank_ahead(slices, 2, 1, OPTIONS, "cpu").result()
-    assert plan.rank == 1
-    assert plan_rank(slices, 2, 1, OPTIONS) is plan
-    assert plan_rank(slices, 2, 0, OPTIONS).digest == plan.digest
-    with pytest.raises(ValueError, match="`rank` must be in"):
-        plan_rank_ahead(slices, 2, 2, OPTIONS).result()
-
-
-class Plans:
-    """A data set whose worker plans ahead."""
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, i):
-        return plan_rank_ahead(AttnSlices.causal(70 + i), 2, 0, OPTIONS).result(10).digest
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_plan_ahead_in_a_forked_worker():
-    """Of a process that has planned ahead, and that plans while it forks."""
-    wanted = [plan_rank_ahead(AttnSlices.causal(70 + i), 2, 0, OPTIONS).result() for i in range(2)]
-    loader = torch.utils.data.DataLoader(
-        Plans(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=20
-    )
-    with rank_plan._lock:
-        workers = iter(loader)
-    assert list(workers) == [plan.digest for plan in wanted]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from magi_compile import AttnSlices
-from magi_compile.dtensor import ContextParallelOptions, HostPlan, plan
+from magi_compile.dtensor import ContextParallelOptions, HostPlan, plan, plan_ahead
 from magi_compile.dtensor.agreement import checksum_of, require_equal_tokens
+from magi_compile.dtensor.planning import rank_plan
 
 S = 96
 OPTIONS = ContextParallelOptions(chunk_size=8)
@@ -15,14 +16,21 @@ CAUSAL = AttnSlices.from_cu_seqlens([0, 40, S], causal=True)
 WINDOW = AttnSlices.from_cu_seqlens([0, 40, S], window=(9, 0))
 CROSS = AttnSlices.from_dense(torch.ones(S, 32, dtype=torch.bool).tril(-20))
 MASKS = {"full": CAUSAL, "window": WINDOW}
+VISIBLE = torch.rand(S, S, generator=torch.Generator().manual_seed(0)) < 0.4
+
+
+def scattered(b, h, q, kv):
+    """It has bits."""
+    return VISIBLE[q, kv]
 
 
 def same(group):
     """A plan that was pickled is the one that the group makes, and attends as it does."""
     ranks = (group.size(), group.rank())
-    for masks in ({"only": CAUSAL}, MASKS, {"cross": CROSS}):
-        made = plan(masks=masks, ranks=ranks, options=OPTIONS)
-        wanted = plan(masks=masks, mesh=group, options=OPTIONS)
+    for masks in ({"only": CAUSAL}, MASKS, {"cross": CROSS}, {"bits": scattered}):
+        seqlen = S if "bits" in masks else None
+        made = plan(masks=masks, ranks=ranks, seqlen=seqlen, options=OPTIONS)
+        wanted = plan(masks=masks, mesh=group, seqlen=seqlen, options=OPTIONS)
         assert list(made) == list(wanted) == list(masks)
         for name, host in pickle.loads(pickle.dumps(made)).items():
             assert isinstance(host, HostPlan)
@@ -96,3 +104,46 @@ def test_checksum():
 def test_wrong_arguments(given, error, message):
     with pytest.raises(error, match=message):
         plan(CAUSAL, **given)
+
+
+def ahead(group):
+    """On a thread, by the door of `plan`, with its errors."""
+    futures = [plan_ahead(x, group, seqlen=S, options=OPTIONS) for x in (CAUSAL, scattered)]
+    for mask, future in zip((CAUSAL, scattered), futures, strict=True):
+        wanted = plan(mask, group, seqlen=S, options=OPTIONS)
+        assert torch.equal(future.result().data, wanted.data)
+    both = plan_ahead(masks=MASKS, ranks=(group.size(), group.rank()), options=OPTIONS).result()
+    assert {name: type(x) for name, x in both.items()} == dict.fromkeys(MASKS, HostPlan)
+    with pytest.raises(ValueError, match="`seqlen` must be the length of `mask`"):
+        plan_ahead(CAUSAL, group, seqlen=S + 1).result()
+
+
+def test_ahead(ranks_of):
+    ranks_of(2).run(ahead)
+
+
+def digest_of(i):
+    host = plan_ahead(AttnSlices.causal(70 + i), ranks=(2, 0), options=OPTIONS).result(10)
+    return host.planned.digest
+
+
+class Plans:
+    """A data set whose worker plans ahead."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return digest_of(i)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_ahead_in_a_forked_worker():
+    """Of a process that has planned ahead, and that plans while it forks."""
+    wanted = [digest_of(i) for i in range(2)]
+    loader = torch.utils.data.DataLoader(
+        Plans(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=20
+    )
+    with rank_plan._lock:
+        workers = iter(loader)
+    assert list(workers) == wanted

@@ -20,7 +20,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -270,38 +270,9 @@ def plan_rank_together(
         return [recent(_plans, (digest, rank)) for digest in digests]
 
 
-def plan_rank_ahead(
-    slices: AttnSlices,
-    cp_size: int,
-    rank: int,
-    options: ContextParallelOptions = ContextParallelOptions(),
-    device: torch.device | str | None = None,
-) -> Future[RankPlan]:
-    """`plan_rank` on a thread of its own, for the next batch while this one is computed; plans queue up.
-
-    Args:
-        slices: as in `plan_rank`, like `cp_size`, `rank` and `options`.
-        cp_size: see `slices`.
-        rank: see `slices`.
-        options: see `slices`.
-        device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
-
-    Returns:
-        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too. It
-        belongs to this process: in a fork, for example a worker of a DataLoader, ask again.
-    """
-
-    def run() -> RankPlan:
-        plan = plan_rank(slices, cp_size, rank, options)
-        if device is not None:
-            plan.tensors(device)
-        return plan
-
-    return _planner().submit(run)
-
-
 @cache
-def _planner() -> ThreadPoolExecutor:
+def planner() -> ThreadPoolExecutor:
+    """The thread that plans ahead, of this process."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magi-plan")
 
 
@@ -313,7 +284,7 @@ def _begin_anew() -> None:
     """In a forked process, which has neither the planner's thread nor whoever may hold the lock."""
     global _lock
     _lock = Lock()
-    _planner.cache_clear()
+    planner.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
