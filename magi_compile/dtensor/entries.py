@@ -64,7 +64,11 @@ class Packing(NamedTuple):
         """
         if not has_score and entries.number == 1:
             return PLAIN
-        first = (share[0], share[1]) if share else (0, 0)
+        # Where all have the same mask, a share of them begins in front of it.
+        first = (
+            share[0] if share and entries.batch > 1 else 0,
+            share[1] if share and entries.heads > 1 else 0,
+        )
         for what, number, begin, have in (
             ("batch entries", batch, first[0], entries.batch),
             ("heads", heads[0], first[1], entries.heads),

@@ -206,6 +206,8 @@ class Execution(NamedTuple):
     scoring: Scoring | None = None
 
 
+LIVE_PLANS = 8  # kept whatever their size: of the layers of a model, which take turns
+
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
 
 
@@ -215,7 +217,7 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     if key not in _device_plans:
         with _compat.outside_of_modes():
             _device_plans[key] = _unpack(meta.tolist(), data)
-    return recent(_device_plans, key)
+    return recent(_device_plans, [key], least=LIVE_PLANS)[0]
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
@@ -234,7 +236,7 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
 
     num_blocks, *of_entries = take_counts(3)
     entries = Entries(*of_entries)
-    bits = take(num_blocks, BLOCK, WORDS) if num_blocks else None
+    bits = take(num_blocks, BLOCK, WORDS) if num_blocks >= 0 else None
     sizes = take_counts(3), take_counts(3)
     queries, keys = (
         Placement(total, chunk_size, tensor_of([take_counts(number) for _ in range(cp_size)]))

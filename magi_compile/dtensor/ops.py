@@ -44,7 +44,9 @@ from magi_compile.score.program import ScoreProgram
 
 
 @lru_cache(maxsize=1024)
-def _select_kernel(problem: AttnProblem, name: str | None, needs: ScoreNeeds | None) -> Kernel:
+def _select_kernel(
+    problem: AttnProblem, name: str | None, needs: ScoreNeeds | None, is_deterministic: bool
+) -> Kernel:
     """The kernel: refusals depend on these alone, and a call is too short to ask for them each time. A slower one will
     do, because a rank has no FlexAttention to stay on."""
     return select(problem, name, needs, may_be_slower=True).kernel
@@ -125,7 +127,8 @@ class _Options(NamedTuple):
                 has_score=bool(self.score),
             )
         scoring, needs = self._scoring() if self.score else (None, None)
-        chosen = _select_kernel(problem, self.kernel or None, needs)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        chosen = _select_kernel(problem, self.kernel or None, needs, is_deterministic)
         moving = select_collective(self.collective, group, q.device)
         reduce_group = _compat.resolve_process_group(self.reduce_group_name)
         return Execution(plan, chosen, problem, moving, group, reduce_group, packing, scoring)
@@ -208,7 +211,7 @@ def _cp_ffa_bwd(
         dlse = None if dlse is None else packed_rows(dlse, packing.queries)
     dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
     if packing is not PLAIN:
-        dq = unpacked(dq, packing.queries)
+        dq = unpacked(dq, packing.queries).contiguous()
     return scaled.gradient(dq), dk, dv, sums
 
 

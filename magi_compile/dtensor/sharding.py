@@ -30,7 +30,7 @@ def register_rules() -> None:
     first: Any = Shard(0)
     second: Any = Shard(1)
 
-    def of_rows(k: Any, options: Any, tables: Any) -> list[Any]:
+    def of_rows(k: Any, options: Any, score: str) -> list[Any]:
         """Placements of rows and of lse: tokens, or heads, or all of them."""
         # Equal meshes may have groups of other names.
         ranks = dist.get_process_group_ranks(_compat.resolve_process_group(options[_GROUP]))
@@ -39,32 +39,33 @@ def register_rules() -> None:
         if others != [ranks]:
             found.append((replicated, replicated))
             # A score_mod tells heads apart: a shard of them would have other numbers.
-            if heads_divide(k) and not tables:
+            if heads_divide(k) and not score:
                 found.append((second, first))
         return found
 
-    def tables_of(options: Any, at: int) -> Any:
-        # DTensor leaves out what has its default.
-        return (options[at] if len(options) > at else None) or ()
+    def scored(options: Any, at: int) -> tuple[Any, str]:
+        """The captured tensors, and the text of the score program; DTensor leaves out what has its default."""
+        tables, _, score = (*options[at : at + 3], None, None, None)[:3]
+        return tables or (), score or ""
 
     def forward(q: Any, k: Any, v: Any, meta: Any, data: Any, *options: Any) -> list[Any]:
-        tables = tables_of(options, _MAX_SCORES + 1)
+        tables, score = scored(options, _MAX_SCORES + 1)
         rest = [replicated] * (2 + len(tables))
         has_max_scores = len(options) > _MAX_SCORES and options[_MAX_SCORES]
         return [
             ([rows, lse, lse if has_max_scores else replicated], [rows, rows, rows, *rest])
-            for rows, lse in of_rows(k, options, tables)
+            for rows, lse in of_rows(k, options, score)
         ]
 
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
     ) -> list[Any]:
         _, _, *options = others
-        tables = tables_of(options, _MAX_SCORES)  # which is no argument of it
+        tables, score = scored(options, _MAX_SCORES)  # which is no argument of it
         rest = [replicated] * (2 + len(tables))
         return [
             ([*[rows] * 3, replicated], of_backward(dlse, rows, of_lse) + rest)
-            for rows, of_lse in of_rows(k, options, tables)
+            for rows, of_lse in of_rows(k, options, score)
         ]
 
     ops: Any = torch.ops.magi

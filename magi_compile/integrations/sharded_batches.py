@@ -7,6 +7,7 @@ plans, so attention needs no context around forward and backward, nor where chec
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,12 +143,14 @@ class PlannedBatch:
         kept: int64, of the B * S tokens those that are no padding; None for all.
         plans: by kind of layer, all for the tokens that are kept, one row behind the other.
         checksum: of the tokens and labels.
+        key: that of the planner.
     """
 
     shape: tuple[int, int]
     kept: Tensor | None
     plans: dict[str | None, HostPlan]
     checksum: int
+    key: str
 
 
 class BatchPlanner:
@@ -157,11 +160,14 @@ class BatchPlanner:
         config: the config of a model with `attn_implementation="magi"`.
         ranks: `(cp_size, rank)`.
         options: how to spread.
+
+    Attributes:
+        key: of this planner, also in workers of a loader.
     """
 
     def __init__(self, config: Any, ranks: tuple[int, int], options: ContextParallelOptions):
         self.layers = LayerSlices(config.get_text_config())
-        self.ranks, self.options = ranks, options
+        self.ranks, self.options, self.key = ranks, options, uuid.uuid4().hex
 
     def plan(self, batch: Mapping[str, Any]) -> PlannedBatch:
         """Plans a batch; waits for the device of its tensors.
@@ -212,7 +218,8 @@ class BatchPlanner:
         )
         checked = [tokens, *([] if labels is None else [labels])]
         shape = (tokens.shape[0], tokens.shape[1])
-        return PlannedBatch(shape, kept, dict(zip(names, made, strict=True)), checksum_of(*checked))
+        plans = dict(zip(names, made, strict=True))
+        return PlannedBatch(shape, kept, plans, checksum_of(*checked), self.key)
 
 
 def _positions_of(batch: Mapping[str, Any]) -> Tensor:

@@ -14,7 +14,8 @@ DDP or FSDP2, over all ranks.
 All that touches private or undocumented names of the frameworks is in this file. Read in transformers 5.20 to 5.24,
 accelerate 1.15 and TRL 1.16:
 
-    accelerate      `Accelerator._prepare_device_mesh`   asked by `prepare_data_loader` only, which divides the ranks by
+    accelerate      `AcceleratedScheduler.step`          steps once for each process; here for each group
+                    `Accelerator._prepare_device_mesh`   asked by `prepare_data_loader` only, which divides the ranks by
                                                          `cp`, so that the ranks of a group get the same batches
                     `Accelerator._prepare_cp`            would put a causal mask in place of every other, or refuse
     transformers    `Trainer.get_cp_size`                divides the count of labels and the batch size
@@ -27,14 +28,18 @@ accelerate 1.15 and TRL 1.16:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
 from torch import Tensor
 from transformers import Trainer
@@ -73,8 +78,7 @@ def context_parallel(
     it, before `train`, `evaluate` and `accelerator.prepare`.
 
     Args:
-        trainer_or_accelerator: a Trainer, which also gets `ContextParallelMixin` in front of its class, or an
-            Accelerator.
+        trainer_or_accelerator: a Trainer, whose class becomes a subclass of its own, or an Accelerator.
         model: of transformers or PEFT, with an Accelerator; a Trainer has its own.
         cp_size: the ranks that share a sequence, which divide the number of processes; by default that of accelerate's
             `ParallelismConfig`.
@@ -106,18 +110,23 @@ def context_parallel(
     trainer.context_parallel_ranks = ContextParallelRanks(
         trainer.accelerator, trainer.model, cp_size, options
     )
+    # A subclass, not a wrapper: callbacks and trainers ask for the class. In front of all that the class overrides.
     kind = type(trainer)
-    if not isinstance(trainer, ContextParallelMixin):
-        # A subclass, not a wrapper: callbacks and trainers ask for the class.
-        trainer.__class__ = type(
-            f"ContextParallel{kind.__name__}", (ContextParallelMixin, kind), {}
-        )
+    trainer.__class__ = type(f"ContextParallel{kind.__name__}", (_Hooks, kind), {})
     return trainer
 
 
 def _check_trainer(trainer: Any) -> None:
     """Refuses the settings whose numbers would be wrong."""
     args = trainer.args
+    if trainer.model_init is not None:
+        raise NotImplementedError(
+            "`model_init` makes a new model in `train`, which is not spread over ranks; give the Trainer a `model`"
+        )
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        raise NotImplementedError(
+            "`neftune_noise_alpha` scales its noise by the tokens of a rank, a part of the sequence; leave it out"
+        )
     losses = [
         x
         for x in type(trainer).__mro__
@@ -132,7 +141,7 @@ def _check_trainer(trainer: Any) -> None:
         name = "label_smoothing_factor" if args.label_smoothing_factor else "compute_loss_func"
         raise NotImplementedError(
             f"`{name}` makes a loss that shifts the labels of each rank by itself; leave it out, or override "
-            "`compute_loss` and take `shift_labels` from the inputs"
+            "`compute_loss` as docs/trainer.md says"
         )
     if not trainer.model_accepts_loss_kwargs:
         raise NotImplementedError(
@@ -154,9 +163,9 @@ def _check_trainer(trainer: Any) -> None:
 
 
 class ContextParallelMixin:
-    """Context parallelism in front of a Trainer: `class MyTrainer(ContextParallelMixin, Trainer)`.
+    """A Trainer that takes `cp_size`: `class MyTrainer(ContextParallelMixin, Trainer)`.
 
-    Methods of the Trainer see this rank's tokens: `compute_loss` gets `[1, tokens of this rank]`, with `shift_labels`.
+    Methods of the class see this rank's tokens: `compute_loss` gets `[1, tokens of this rank]`, with `shift_labels`.
 
     Args:
         *args: the Trainer's.
@@ -169,13 +178,6 @@ class ContextParallelMixin:
     """
 
     context_parallel_ranks: ContextParallelRanks | None = None
-    _sharded: ShardedBatch | None = None  # the batch whose inputs the model had last
-    _is_checked = False
-    # Of the Trainer behind it.
-    args: Any
-    accelerator: Any
-    state: Any
-    gather_function: Any
 
     def __init__(
         self,
@@ -186,6 +188,19 @@ class ContextParallelMixin:
     ):
         super().__init__(*args, **kwargs)
         context_parallel(self, cp_size=cp_size, options=options)
+
+
+class _Hooks:
+    """The methods of a Trainer over ranks, in front of its class."""
+
+    context_parallel_ranks: ContextParallelRanks | None = None
+    _sharded: ShardedBatch | None = None  # the batch whose inputs the model had last
+    _checked: frozenset[bool] = frozenset()  # losses of evaluation, of training
+    # Of the Trainer behind it.
+    args: Any
+    accelerator: Any
+    state: Any
+    gather_function: Any
 
     def get_cp_size(self) -> int:
         """The ranks of a group, by which the Trainer divides labels and batch sizes counted over all ranks."""
@@ -224,8 +239,8 @@ class ContextParallelMixin:
             num_items_in_batch=num_items_in_batch,
             **kwargs,
         )
-        if not self._is_checked:
-            self._is_checked = True
+        if model.training not in self._checked:
+            self._checked |= {model.training}
             self.context_parallel_ranks.check_first(found[0] if return_outputs else found, labels)
         return found
 
@@ -310,16 +325,19 @@ class ContextParallelRanks:
     ):
         base = _base_of(model)
         _check_model(base)
-        mesh, tp_size = _mesh_of(accelerator, cp_size)
+        mesh, tp_size, changes = _mesh_of(accelerator, cp_size)
         self.mesh, self.group, self.cp_size = mesh, mesh.get_group(), mesh.size()
         self.copies = self.cp_size * tp_size
         self.data_parallel_size = accelerator.num_processes // self.copies
         self._accelerator, self._tp_size = accelerator, tp_size
-        self._cuts = 0
         _set_attention(base)
         self.planner = BatchPlanner(base.config, (self.cp_size, self.group.rank()), options)
-        self._has_masks = _take_masks(base)
-        _plan_in_loaders(accelerator, self.planner)
+        # Nothing is refused from here on: an Accelerator that was refused works as before.
+        _take_masks(base)
+        for change in changes:
+            change()
+        _plan_in_loaders(accelerator, self.planner, self.copies)
+        _step_by_groups(accelerator, self.copies)
 
     def shard(self, batch: Mapping[str, Any], num_items: Any = None) -> dict[str, Any]:
         """The arguments of the model on this rank. All ranks of a group call it together, with the same batch.
@@ -359,10 +377,9 @@ class ContextParallelRanks:
         Returns:
             The tokens. Errors are those of `shard`.
         """
-        if self._cuts and not self._has_masks[0]:
-            raise RuntimeError(_NO_MASKS)
-        self._cuts += 1
-        planned = batch.get(PLAN) or self.planner.plan(batch)
+        planned = batch.get(PLAN)
+        if planned is None or planned.key != self.planner.key:  # of a loader for another model
+            planned = self.planner.plan(batch)
         require_equal_tokens(planned.checksum, self.group)
         return ShardedBatch(planned, self.mesh)
 
@@ -400,22 +417,19 @@ class ContextParallelRanks:
             del accelerator.gather  # of the instance
 
     def check_first(self, loss: Tensor, labels: Tensor | None) -> None:
-        """Raises RuntimeError, before the first step, for a model that has not taken its masks or its labels."""
-        if not self._has_masks[0]:
-            raise RuntimeError(_NO_MASKS)
+        """Raises RuntimeError, before the first step, for a model that has not taken its labels."""
         total = loss.detach().float().abs()
         dist.all_reduce(total, group=self.group)
-        if labels is not None and bool((labels != IGNORED).any()) and float(total) == 0:
+        # A mean over no labels is nan.
+        if (
+            labels is not None
+            and bool((labels != IGNORED).any())
+            and not 0 < float(total) < float("inf")
+        ):
             raise RuntimeError(
-                "the model's loss is 0: it must count `shift_labels`, which are shifted before the sequence is cut; "
-                "hand **kwargs on to `self.loss_function`"
+                f"the model's first loss is {float(total)}: it must count `shift_labels`, which are shifted before the "
+                "sequence is cut, with `num_items_in_batch`; hand **kwargs on to `self.loss_function`"
             )
-
-
-_NO_MASKS = (
-    f"the model's decoder has not got the masks of the sequence: forward must hand **kwargs ({MASKS!r} among them) on "
-    "to `model.base_model`"
-)
 
 
 def _base_of(model: Any) -> Any:
@@ -448,6 +462,11 @@ def _check_model(model: Any) -> None:
             f"`model` must have attention only, got {name}, whose layers keep a state along the sequence, which does "
             "not cross ranks"
         )
+    if changing := _rope_types(config.get_text_config()) & {"dynamic", "longrope"}:
+        raise NotImplementedError(
+            "`model` must have rotary embeddings that do not depend on the longest position of a batch, got "
+            f"{name} with rope_type {changing.pop()!r}: ranks have other ones, and would rotate differently"
+        )
     if not any(
         x.kind == Parameter.VAR_KEYWORD for x in signature(model.forward).parameters.values()
     ):
@@ -455,6 +474,15 @@ def _check_model(model: Any) -> None:
             f"the forward of `model` must take **kwargs and hand them on, got {name}: its loss must take "
             "`num_items_in_batch`, since ranks have different numbers of labels"
         )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embeddings of a model, of all kinds of its layers."""
+    of_model = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    every = [of_model, *(x for x in of_model.values() if isinstance(x, Mapping))]
+    return {str(x.get("rope_type") or x.get("type") or "default") for x in every}
 
 
 def _set_attention(model: Any) -> None:
@@ -467,8 +495,9 @@ def _set_attention(model: Any) -> None:
         )
 
 
-def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int]:
-    """The mesh of this rank's group, and the ranks of tensor parallelism."""
+def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int, list[Callable[[], None]]]:
+    """The mesh of this rank's group, the ranks of tensor parallelism, and changes of the accelerator that are to be
+    made."""
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise NotImplementedError(
@@ -483,9 +512,10 @@ def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int]:
             "`dispatch_batches` must be False, got True: one process would hand a batch of its own to each rank of a "
             "group"
         )
-    accelerator.dataloader_config.dispatch_batches = (
-        False  # None stands for True with an IterableDataset
-    )
+    # None stands for True with an IterableDataset.
+    changes: list[Callable[[], None]] = [
+        partial(setattr, accelerator.dataloader_config, "dispatch_batches", False)
+    ]
     config, world = accelerator.parallelism_config, accelerator.num_processes
     has_cp = config is not None and config.cp_enabled
     if config is not None and config.sp_enabled:
@@ -512,8 +542,8 @@ def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int]:
                 f"the sizes of ParallelismConfig must multiply to the {world} processes, got {config.total_size}; set "
                 "`dp_shard_size` too"
             )
-        accelerator._prepare_cp = lambda *args: args
-        return accelerator.torch_device_mesh["cp"], config.tp_size
+        changes.append(partial(setattr, accelerator, "_prepare_cp", lambda *args: args))
+        return accelerator.torch_device_mesh["cp"], config.tp_size, changes
     if config is not None and config.tp_size > 1:
         raise ValueError(
             f"`cp_size` must be in the ParallelismConfig that has tp_size={config.tp_size}: one mesh has both"
@@ -523,39 +553,85 @@ def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int]:
         raise ValueError(f"`cp_size` must divide the {world} processes, got {cp_size}")
     sizes, names = (world // cp_size, cp_size), ("dp_replicate", "cp")
     mesh = dist.init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
-    accelerator._prepare_device_mesh = lambda: mesh
-    return mesh["cp"], 1
+    changes.append(partial(setattr, accelerator, "_prepare_device_mesh", lambda: mesh))
+    return mesh["cp"], 1, changes
 
 
-def _take_masks(model: Any) -> list[bool]:
-    """Lets the decoder have its masks from the argument `MASKS`. What is around a decoder takes an `attention_mask` for
-    one of padding: the loss of routers reads its shape, SFTTrainer counts its tokens.
-
-    Returns:
-        Whether masks have come, in a list that the forward changes; the same one for a model that has the hook already.
-    """
+def _take_masks(model: Any) -> None:
+    """Lets the decoder have its masks from the argument `MASKS`, once for all trainers of the model. What is around a
+    decoder takes an `attention_mask` for one of padding: the loss of routers reads its shape, SFTTrainer counts its
+    tokens."""
     decoder = model.base_model
-    if hasattr(decoder, "_magi_has_masks"):
-        return decoder._magi_has_masks  # type: ignore[no-any-return]
-    has_masks = decoder._magi_has_masks = [False]
-
-    def hook(module: Any, args: Any, kwargs: Any) -> Any:
-        masks = kwargs.pop(MASKS, None)
-        if masks is None:
-            return args, kwargs
-        has_masks[0] = True
-        return args, {**kwargs, "attention_mask": masks}
-
-    decoder.register_forward_pre_hook(hook, with_kwargs=True)
-    return has_masks
+    if hasattr(decoder, "_magi_took_masks"):
+        return
+    decoder._magi_took_masks = False
+    decoder.register_forward_pre_hook(_give_masks, with_kwargs=True)
+    if decoder is not model:
+        model.register_forward_pre_hook(_expect_masks, with_kwargs=True)
+        model.register_forward_hook(_require_masks, with_kwargs=True)
 
 
-def _plan_in_loaders(accelerator: Any, planner: BatchPlanner) -> None:
+def _give_masks(decoder: Any, args: Any, kwargs: Any) -> Any:
+    masks = kwargs.pop(MASKS, None)
+    if masks is None:
+        return args, kwargs
+    decoder._magi_took_masks = True
+    return args, {**kwargs, "attention_mask": masks}
+
+
+def _expect_masks(model: Any, args: Any, kwargs: Any) -> None:
+    model.base_model._magi_took_masks = False
+
+
+def _require_masks(model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    if MASKS in kwargs and not model.base_model._magi_took_masks:
+        raise RuntimeError(
+            f"the model's decoder has not got the masks of the sequence: forward must hand **kwargs ({MASKS!r} among "
+            "them) on to `model.base_model`"
+        )
+
+
+def _plan_in_loaders(accelerator: Any, planner: BatchPlanner, copies: int) -> None:
     prepare = accelerator.prepare_data_loader
 
     def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(data_loader.collate_fn, PlanningCollator):
+            data_loader = copy.copy(data_loader)  # the caller's own stays as it is
             data_loader.collate_fn = PlanningCollator(data_loader.collate_fn, planner)
+        seed = data_loader.worker_init_fn
+        if isinstance(seed, partial) and "rank" in seed.keywords:
+            # Trainer's: workers of a group must draw alike.
+            of_group = {**seed.keywords, "rank": accelerator.process_index // copies}
+            data_loader.worker_init_fn = partial(seed.func, *seed.args, **of_group)
         return prepare(data_loader, *args, **kwargs)
 
     accelerator.prepare_data_loader = prepare_data_loader
+
+
+class _GroupScheduler(AcceleratedScheduler):
+    """A scheduler of accelerate's that steps once for each group, which is as often as batches are taken."""
+
+    copies = 1
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        is_alone = self.split_batches or not self.step_with_optimizer
+        is_skipped = any(optimizer.step_was_skipped for optimizer in self.optimizers)
+        if is_alone or is_skipped or not self.gradient_state.sync_gradients:
+            return super().step(*args, **kwargs)
+        for _ in range(AcceleratorState().num_processes // self.copies):
+            last = getattr(
+                self.scheduler, "total_steps", None
+            )  # of OneCycleLR, which goes no further
+            if last is None or self.scheduler._step_count <= last:
+                self.scheduler.step(*args, **kwargs)
+
+
+def _step_by_groups(accelerator: Any, copies: int) -> None:
+    prepare = accelerator.prepare_scheduler
+
+    def prepare_scheduler(scheduler: Any) -> Any:
+        prepared = prepare(scheduler)
+        prepared.__class__, prepared.copies = _GroupScheduler, copies
+        return prepared
+
+    accelerator.prepare_scheduler = prepare_scheduler

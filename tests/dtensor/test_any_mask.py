@@ -10,8 +10,15 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.utils.checkpoint import checkpoint
 
 import magi_compile
-from magi_compile.dtensor import ContextParallelOptions, context_parallel, make_plan, plan
+from magi_compile.dtensor import (
+    ContextParallelOptions,
+    context_parallel,
+    execution,
+    make_plan,
+    plan,
+)
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.scores import read_score_mod
 from magi_compile.kernels.select import KERNELS
@@ -424,7 +431,8 @@ def test_kernels_that_overlap_inside(ranks_of, name):
 def run_shares_of_heads(group):
     """Tokens over one dimension of the mesh, heads over the other."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("cp", "tp"))
-    for make, score_mod in ((of_heads, alibi), (of_entries_and_heads, relative)):
+    kinds = ((of_heads, alibi), (of_entries_and_heads, relative), (of_entries, alibi))
+    for make, score_mod in kinds:
         mask = make()
         out, lse, wanted = on_one_process(mask, score_mod)
         p = plan(mask, mesh["cp"], options=SPREAD)
@@ -668,6 +676,48 @@ def run_opcheck(group):
     wanted = {"wanted": [i for i, x in enumerate(score.tables) if x.is_floating_point()]}
     backward = (q, lse, q, k, v, q, lse, *common, *score)
     torch.library.opcheck(torch.ops.magi.cp_ffa_bwd, backward, wanted)
+    p = plan(of_heads(), mesh_of(group), options=SPREAD)
+    common = (p.meta, p.data, *common[2:-1], 1)
+    torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *common))
+    torch.library.opcheck(torch.ops.magi.cp_ffa_bwd, (q, lse, q, k, v, q, lse, *common))
+
+
+def run_more_bits_than_are_kept(group):
+    """Masks of one call are returned together, and layers that take turns keep their plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_plan, "MOST_BITS", 1)
+        plans = plan(
+            masks=[scattered(), of_heads(), of_entries()], mesh=mesh_of(group), options=SPREAD
+        )
+        assert len(plans) == 3
+        unpacked = [[execution.unpack(p.meta, p.data) for p in plans] for _ in range(2)]
+        assert all(x is y for x, y in zip(*unpacked, strict=True))
+
+
+def test_more_bits_than_are_kept(ranks_of):
+    ranks_of(2).run(run_more_bits_than_are_kept)
+
+
+def run_blocks_of_one_rank(group):
+    """A rank whose rows see whole blocks chooses its kernel as the others do."""
+    shown = torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < 0.5
+    shown[:256] = True
+    mask = flex.create_block_mask(
+        lambda b, h, q, kv: shown[q, kv], None, None, 512, 512, device="cpu"
+    )
+    p = plan(mask, mesh_of(group), options=ContextParallelOptions(strategy="sequential"))
+    found = execution.unpack(p.meta, p.data)
+    assert (len(found.bits) > 0) == (group.rank() == 1)
+    q, k, v = (
+        torch.randn(1, 2, 512, 16, generator=torch.Generator().manual_seed(n)) for n in range(3)
+    )
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+    out = p.attention(*(p.shard(x, 2) for x in (q, k, v)))
+    torch.testing.assert_close(p.unshard(out, 2), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_blocks_of_one_rank(ranks_of):
+    ranks_of(2).run(run_blocks_of_one_rank)
 
 
 def test_opcheck(ranks_of):

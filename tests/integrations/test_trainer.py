@@ -19,7 +19,7 @@ from magi_compile.dtensor import ContextParallelOptions
 from magi_compile.integrations import sharded_batches
 from magi_compile.integrations.packed_documents import starts_of_documents
 from magi_compile.integrations.sharded_batches import BatchPlanner, LayerSlices
-from magi_compile.integrations.trainer import context_parallel
+from magi_compile.integrations.trainer import ContextParallelMixin, context_parallel
 from magi_compile.integrations.transformers import masks_of_layers
 from magi_compile.masks.block_mask import slices_from_block_mask
 from tests.dtensor.support.ranks import Ranks
@@ -209,8 +209,17 @@ REFUSED = {
         {"model": lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=97, hidden_size=32))},
         "keep a state along the sequence",
     ),
+    "init": ({}, "makes a new model in `train`"),
+    "noise": ({"args": {"neftune_noise_alpha": 5.0}}, "`neftune_noise_alpha` scales its noise"),
+    "rope": ({"model": lambda: hf.LlamaForCausalLM(dynamic_rope())}, "with rope_type 'dynamic'"),
     "processes": ({}, "needs processes, as torchrun starts them"),
 }
+
+
+def dynamic_rope():
+    config = config_of("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    return config
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -224,6 +233,8 @@ def test_refusals(name):
         trainer.args.train_sampling_strategy = "batch_rebalance"
     else:
         trainer = trainer_of(**given)
+    if name == "init":
+        trainer.model_init = lambda: model_of("llama")
     with pytest.raises((ValueError, NotImplementedError), match=message):
         context_parallel(trainer, cp_size=2)
 
@@ -279,6 +290,74 @@ class LosesMasks(hf.LlamaForCausalLM):
         return super().forward(input_ids, position_ids=position_ids, labels=labels)
 
 
+class ClassicLoss(hf.Trainer):
+    """A mean over `labels`, as many programs have it, which ignores all of them here: nan."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        )
+
+
+class SeesShards(ContextParallelMixin, hf.Trainer):
+    """Overrides behind the mixin, and in front of it."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.seen = inputs["input_ids"].shape, "shift_labels" in inputs
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def own_losses(group):
+    run(group, [])
+    given = {"model": model_of("llama"), "args": trainer_of().args}
+    given |= {"train_dataset": documents(8, 1), "data_collator": hf.DataCollatorWithFlattening()}
+    trainer = context_parallel(ClassicLoss(**given), cp_size=2)
+    with pytest.raises(RuntimeError, match="first loss is nan: it must count `shift_labels`"):
+        trainer.train()
+    trainer = SeesShards(**given, cp_size=2)
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.compute_loss(trainer.model, batch)
+    (_, rows), has_labels = trainer.seen
+    assert has_labels
+    assert rows < batch["input_ids"].shape[1]
+
+
+def loops(group):
+    """Batches cut before the first forward, schedulers, a loader that serves elsewhere too, models that are saved, two
+    models on one accelerator, and an accelerator whose model was refused."""
+    run(group, [])
+    import copy
+    import io
+
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), model_of("llama")
+    with pytest.raises(NotImplementedError, match="rope_type 'dynamic'"):
+        context_parallel(accelerator, hf.LlamaForCausalLM(dynamic_rope()), cp_size=2)
+    assert accelerator.dataloader_config.dispatch_batches is None
+    ranks = context_parallel(accelerator, model, cp_size=2)
+    other = context_parallel(accelerator, model_of("gemma3"), cp_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    loader = DataLoader(documents(8, 1), 2, collate_fn=hf.DataCollatorWithFlattening())
+    own = loader.collate_fn
+    model, optimizer, prepared, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    assert loader.collate_fn is own
+    batches = list(prepared)
+    keys = {ranks.sharded(x).planned.key for x in batches}
+    assert keys == {ranks.planner.key} != {other.planner.key}
+    assert {other.sharded(x).planned.key for x in batches} == {other.planner.key}
+    losses = [model(**ranks.shard(x)).loss for x in batches]
+    accelerator.backward(losses[0])
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]  # one step for one batch of the group
+    torch.save(accelerator.unwrap_model(model), io.BytesIO())
+    copy.deepcopy(accelerator.unwrap_model(model))
+
+
 def wrong_models(group):
     run(group, [])
     for kind, message in (
@@ -302,7 +381,9 @@ def other_tokens(group):
         ranks.shard({"input_ids": tokens, "labels": tokens})
 
 
-@pytest.mark.parametrize("program", [refused_on_ranks, wrong_models, other_tokens])
+@pytest.mark.parametrize(
+    "program", [refused_on_ranks, own_losses, loops, wrong_models, other_tokens]
+)
 def test_refusals_on_ranks(program, two):
     two.ranks.run(program)
 

@@ -135,7 +135,7 @@ class RankPlan:
         where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
         meta += [len(self.forward), len(self.backward), int(self.forward_is_early)]
-        meta += [0 if self.bits is None else len(self.bits), *self.entries]
+        meta += [-1 if self.bits is None else len(self.bits), *self.entries]
         placements = [where, where.other_keys]
         for x in placements:
             meta += [0, 0, 0] if x is None else [x.total, x.chunk_size, x.chunks.shape[1]]
@@ -246,7 +246,7 @@ def plan_rank_together(
     digests = [_digest(content + others, options) for content in contents]
     with _lock:
         if all((digest, rank) in _plans for digest in digests):
-            return [recent(_plans, (digest, rank)) for digest in digests]
+            return recent(_plans, [(digest, rank) for digest in digests])
     if permutation is not None:
         wheres = dispatch_as(masks, cp_size, permutation, keys)
     else:
@@ -267,7 +267,7 @@ def plan_rank_together(
     with _lock:
         for digest, plan in zip(digests, made, strict=True):
             _plans.setdefault((digest, rank), plan)
-        return [recent(_plans, (digest, rank)) for digest in digests]
+        return recent(_plans, [(digest, rank) for digest in digests])
 
 
 @cache
@@ -311,7 +311,9 @@ def _plan(
     communication, bits, entries = plan_communication(rows, degrees), None, ONE_ENTRY
     if isinstance(mask, Cover):
         local = cover_of_rank(mask, communication, rank)
-        plans, bits, entries = local.stages, local.bits, mask.entries
+        plans, entries = local.stages, mask.entries
+        # On every rank of a mask with blocks, also where a rank has none: ranks choose kernels alike.
+        bits = local.bits if len(mask.blocks) else None
     else:
         plans = [
             [stage._replace(whole=None) for stage in stages]
@@ -345,16 +347,21 @@ class Planned(Protocol):
 _Kept = TypeVar("_Kept", bound=Planned)
 
 
-def recent(kept: OrderedDict[Hashable, _Kept], key: Hashable) -> _Kept:
-    """The kept value of `key`, which is the newest from now on; more than `CACHE_SIZE` are not kept, nor more than
-    `MOST_BITS` of `bits`."""
-    kept.move_to_end(key)
-    while len(kept) > CACHE_SIZE:
+def recent(
+    kept: OrderedDict[Hashable, _Kept], keys: Sequence[Hashable], least: int = 1
+) -> list[_Kept]:
+    """The kept values of `keys`, which are the newest from now on. Of the others, no more are kept than `CACHE_SIZE` in
+    all, nor, but for the newest `least`, more than `MOST_BITS` of `bits`."""
+    found = [kept[key] for key in keys]
+    for key in keys:
+        kept.move_to_end(key)
+    while len(kept) > max(CACHE_SIZE, len(keys)):
         kept.popitem(last=False)
-    if kept[key].bits is not None:
-        while len(kept) > 1 and sum(map(_bytes_of_bits, kept.values())) > MOST_BITS:
+    if any(value.bits is not None for value in found):
+        least = max(least, len(keys))
+        while len(kept) > least and sum(map(_bytes_of_bits, kept.values())) > MOST_BITS:
             kept.popitem(last=False)
-    return kept[key]
+    return found
 
 
 def _bytes_of_bits(plan: Planned) -> int:
