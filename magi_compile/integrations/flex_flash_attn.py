@@ -117,11 +117,13 @@ def slices_of(q_ranges: Any, k_ranges: Any, types: Any, seqlen_q: int, seqlen_k:
         TypeError: a wrong dtype.
         ValueError: a range out of bounds, an unknown type, or slices that overlap.
     """
-    pairs = [getattr(x, "to_naive_ranges", lambda x=x: x)() for x in (q_ranges, k_ranges)]
+    q_ranges, k_ranges = (
+        x.to_naive_ranges() if hasattr(x, "to_naive_ranges") else x for x in (q_ranges, k_ranges)
+    )
     if isinstance(types, (str, int, Enum)):
-        types = [types] * len(pairs[0])
+        types = [types] * len(q_ranges)
     kinds = types if isinstance(types, Tensor) else [_type_of(x) for x in types]
-    return AttnSlices.from_lists(*pairs, kinds, seqlen_q, seqlen_k, "cpu")
+    return AttnSlices.from_lists(q_ranges, k_ranges, kinds, seqlen_q, seqlen_k, "cpu")
 
 
 def _type_of(given: Any) -> int:

@@ -231,11 +231,11 @@ def calc_attn(
         sinks=one_sink(sink),
         return_aux=AuxRequest(lse=True, max_scores=return_max_logits),
     )
+    assert rows.lse is not None
     largest = None
-    if return_max_logits:
-        largest = rows.max_scores.amax(1)
-        group: Any = _compat.resolve_process_group(key.group_name)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    if rows.max_scores is not None:
+        ops = torch.ops._c10d_functional  # which compiled code takes
+        largest = ops.wait_tensor(ops.all_reduce(rows.max_scores.amax(1), "max", key.group_name))
     return out, AttnForwardMeta(rows.lse.mT, largest)
 
 

@@ -174,6 +174,19 @@ def every_mask(group):
     step(group, ["prefix", "mixed"], dist_attn_config=options)
 
 
+def compiled(group):
+    """`calc_attn` is part of one graph, whatever the key."""
+    (x, *weights, sink), _ = leaves()
+    run = torch.compile(calc_attn, backend="aot_eager", fullgraph=True)
+    for name in ("causal", "window"):
+        key = make_key(name, group, chunk_size=16)
+        qkv = project(dispatch(x, key), weights)
+        ((out, _, largest),), _ = expected([name], 0.0)
+        local, meta = run(*qkv, key, sink, return_max_logits=True)
+        torch.testing.assert_close(undispatch(local, key), out, **CLOSE)
+        torch.testing.assert_close(meta.max_logits, largest, **CLOSE)
+
+
 def tokens(group):
     """Positions, roll, padding and the gradients of dispatch and undispatch."""
     key = make_key("varlen causal", group, chunk_size=7)
@@ -234,7 +247,7 @@ def ranks(request):
     started.close()
 
 
-@pytest.mark.parametrize("function", [every_mask, tokens, refusals])
+@pytest.mark.parametrize("function", [every_mask, compiled, tokens, refusals])
 def test_across_ranks(ranks, function):
     ranks.run(function)
 
