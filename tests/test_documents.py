@@ -26,6 +26,7 @@ GUIDES = [
     "transformers",
     "trainer",
     "varlen_attn",
+    "magi_attention",
     "context_parallel",
     "troubleshooting",
     "gpus",
@@ -166,6 +167,15 @@ assert varlen_attn(x, x, x, borders, borders, 8, 8).shape == x.shape
 q = k = v = torch.randn(8, 2, 16)
 slices = magi_compile.AttnSlices.causal(8)
 {}
+""",
+    "a program for MagiAttention": """
+{}
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.randn(8, 2, 16)
+key = magi_attn_flex_key([[0, 8]], [[0, 8]], "causal", 8, 8, 2, 2, 16, 0, dist.group.WORLD)
+out, _ = calc_attn(*[dispatch(x, key)] * 3, key)
+assert undispatch(out, key).shape == x.shape
 """,
     "a sequence too long for one GPU": "{}",
 }

@@ -190,8 +190,8 @@ def plan(
         seqlen: tokens of the sequence; required for a mask_mod and for None. For cross attention a pair: queries, keys.
         options: how to spread; the same on every rank.
         permutation: for tokens that are permuted already and cut in equal parts: `[S]` or `[1, S]`, which token lies
-            where, or a load balancer of PyTorch or torchtitan. The mask stays in the sequence's own order, and
-            `options` do not place tokens.
+            where, a load balancer of PyTorch or torchtitan, or another plan, whose tokens these are, padding included.
+            The mask stays in the sequence's own order, and `options` do not place tokens.
         keys: a plan whose tokens are the keys, for example that of the encoder's self-attention; keys then lie where it
             has them, and there may be as many as queries. For `masks` a list or dict like it; None, or a missing name,
             where the keys are placed here.
@@ -311,8 +311,10 @@ def _placed(
     return made
 
 
-def _permutation_of(given: Any) -> Tensor:
-    """int64 `[S]`, on the CPU."""
+def _permutation_of(given: Any) -> Tensor | Placement:
+    """int64 `[S]`, on the CPU; of a plan its placement."""
+    if isinstance(given, SpreadTokens):
+        return given.placement
     x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
     if not isinstance(x, Tensor):
         raise TypeError(

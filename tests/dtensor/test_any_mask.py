@@ -300,8 +300,9 @@ def test_compiled(ranks_of, name, checkpointing):
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor(ranks_of):
-    ranks_of(2).run(run_compiled, "scattered, alibi", False, "magi")
+@pytest.mark.parametrize("name", ["scattered, alibi", "windows of heads, relative"])
+def test_compiled_by_inductor(ranks_of, name):
+    ranks_of(2).run(run_compiled, name, False, "magi")
 
 
 def run_compiled_plan(group):

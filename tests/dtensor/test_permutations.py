@@ -111,10 +111,26 @@ def run_ours(group):
     torch.testing.assert_close(p.generate_permutation(), p.permutation())
     # And one plan by another one's, for a mask that comes later.
     again = plan(AttnSlices.causal(S), mesh_of(group), permutation=p)
-    torch.testing.assert_close(again.positions, p.positions)
+    assert again.has_the_tokens_of(p)
     padded = plan(None, mesh_of(group), seqlen=S - 1, options=OPTIONS)
     with pytest.raises(ValueError, match="a `permutation` needs a plan without padding, but 255"):
         padded.permutation()
+    again = plan(AttnSlices.full(S - 1), mesh_of(group), permutation=padded)
+    assert again.has_the_tokens_of(padded)
+    assert again.has_padding
+    check_attention(again, AttnSlices.full(S - 1))
+    with pytest.raises(
+        ValueError, match="must be a plan of the 256 tokens of the mask on 2 ranks, got one of 255"
+    ):
+        plan(DOCUMENTS, mesh_of(group), permutation=padded)
+
+
+def check_attention(p, slices):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(p.total, n, 8, generator=generator) for n in (2, 1, 1))
+    found = p.unshard(p.attention(*(p.shard(x, 0) for x in (q, k, v))), 0)
+    wanted = magi_compile.flex_flash_attention(q, k, v, slices).out
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_ours_as_a_load_balancer(ranks_of):

@@ -194,25 +194,36 @@ def _dispatches(total: int, chunks: Tensor, tables: Sequence[ChunkTable]) -> lis
 def dispatch_as(
     masks: Sequence[AttnSlices],
     cp_size: int,
-    permutation: Tensor,
+    permutation: Tensor | Placement,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """Tokens that somebody else has permuted: rank r holds the r-th of `cp_size` equal parts of them.
+    """Tokens that lie somewhere already: somebody else has permuted them, and rank r holds the r-th of `cp_size` equal
+    parts, or another plan has placed them.
 
     Args:
         masks: each over the whole sequence, in its own order.
         cp_size: number of ranks, of which the length is a multiple.
-        permutation: which token of the sequence lies where, int64 `[seqlen]` on the CPU.
+        permutation: which token of the sequence lies where, int64 `[seqlen]` on the CPU; or the placement of another
+            plan, which may have padding.
         keys: as in `dispatch_together`.
 
     Returns:
-        A `Dispatch` for each mask. Chunks are as large as its stretches of ascending tokens allow.
+        A `Dispatch` for each mask. Chunks are those of the placement, or as large as the stretches of ascending tokens
+        allow.
 
     Raises:
         ValueError: if `permutation` is none, or has another length.
     """
     seqlen = check_masks(masks, [1] * len(masks))
     _check_keys(masks, cp_size, keys)
+    if isinstance(permutation, Placement):
+        if (permutation.total, permutation.cp_size) != (seqlen, cp_size):
+            raise ValueError(
+                f"`permutation` must be a plan of the {seqlen} tokens of the mask on {cp_size} ranks, got one of "
+                f"{permutation.total} tokens on {permutation.cp_size}"
+            )
+        size, chunks = permutation.chunk_size, permutation.chunks
+        return _dispatches(seqlen, chunks, _tables(masks, size, chunks.shape[1], cp_size, keys))
     if permutation.shape != (seqlen,) or seqlen % cp_size:
         raise ValueError(
             f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} "

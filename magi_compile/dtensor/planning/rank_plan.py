@@ -203,7 +203,7 @@ def plan_rank_together(
     options: ContextParallelOptions = ContextParallelOptions(),
     *,
     weights: Sequence[int] | None = None,
-    permutation: Tensor | None = None,
+    permutation: Tensor | Placement | None = None,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[RankPlan]:
     """The plans of one rank for several masks of one sequence, whose tokens have one placement.
@@ -234,15 +234,12 @@ def plan_rank_together(
     contents = [_content_of(mask, cp_size) for mask in masks]
     # One plan is the same whatever its weight.
     others = [] if len(masks) == 1 else [-1, *weights, *chain.from_iterable(contents)]
-    if permutation is not None:
+    if isinstance(permutation, Placement):
+        others += [-4, *_content_of_placement(permutation)]
+    elif permutation is not None:
         others += [-2, *permutation.tolist()]
     for placement in keys or []:
-        held = (
-            []
-            if placement is None
-            else [placement.chunk_size, *placement.chunks.flatten().tolist()]
-        )
-        others += [-3, *held]
+        others += [-3, *([] if placement is None else _content_of_placement(placement))]
     digests = [_digest(content + others, options) for content in contents]
     with _lock:
         if all((digest, rank) in _plans for digest in digests):
@@ -328,6 +325,10 @@ def _content_of(slices: AttnSlices, cp_size: int) -> list[int]:
     for part in (slices.q_ranges, slices.k_ranges, slices.mask_types):
         content += part.flatten().tolist()
     return [*content, *slices.content()] if isinstance(slices, Cover) else content
+
+
+def _content_of_placement(placement: Placement) -> list[int]:
+    return [placement.chunk_size, *placement.chunks.flatten().tolist()]
 
 
 def _digest(content: list[int], options: ContextParallelOptions) -> int:

@@ -96,6 +96,9 @@ class LocalKernel(ABC):
         Args:
             slices: between the rows of a rank and the keys of an owner, on the host, in normal form.
             device: of the tensors.
+
+        Returns:
+            The rows, the keys and the call of each.
         """
 
 
@@ -204,6 +207,9 @@ class Step:
             dout: of the whole output.
             saved: the keys of this step, and out and lse over the keys of all.
             dq: the shares of other steps, in fp32 or wider; None before the first of them.
+
+        Returns:
+            Both.
         """
         q, k, v, out, lse = saved
         dtype = q.dtype if self.is_only else torch.promote_types(q.dtype, torch.float32)

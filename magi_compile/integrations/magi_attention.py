@@ -1,0 +1,249 @@
+"""The functions of SandAI's MagiAttention on this package: change the import, keep the program.
+
+    from magi_compile.integrations.magi_attention import calc_attn, dispatch, magi_attn_flex_key, undispatch
+
+Names, arguments, shapes and gradients are those that its documents show; MagiAttention itself is not needed. A key is a
+`magi_compile.dtensor.SequencePlan`. docs/magi_attention.md has both APIs side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import AuxRequest
+
+from magi_compile import _compat
+from magi_compile.dtensor import ContextParallelOptions, SequencePlan, plan
+from magi_compile.integrations.flex_flash_attn import (
+    AttnForwardMeta,
+    one_sink,
+    slices_of,
+)
+from magi_compile.integrations.flex_flash_attn import AttnMaskType as AttnMaskType
+from magi_compile.integrations.flex_flash_attn import AttnRanges as AttnRanges
+from magi_compile.integrations.flex_flash_attn import flex_flash_attn_func as flex_flash_attn_func
+from magi_compile.masks import AttnSlices
+
+DistAttnRuntimeKey: TypeAlias = SequencePlan
+
+# Parts of the names of MagiAttention's configs and algorithms, and the options that are in place of them.
+_OPTIONS = {
+    "DispatchConfig": "`chunk_size` and `strategy`",
+    "DispatchAlg": "`strategy`",
+    "Overlap": "`degree` and `backward_degree`",
+    "GrpCollConfig": "`cost`, its rates; buffers have no sizes",
+    "DistAttnConfig": "`chunk_size`, `strategy`, `degree`, `backward_degree` and `cost`",
+}
+_recent: dict[str, SequencePlan] = {}  # of each process group, by its name
+
+
+def __getattr__(name: str) -> Any:
+    for part, ours in _OPTIONS.items():
+        if part in name:
+            raise ImportError(
+                f"`{name}` of MagiAttention has no counterpart; pass ContextParallelOptions of "
+                f"magi_compile.dtensor as `dist_attn_config`: {ours}"
+            )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def magi_attn_flex_key(
+    q_ranges: Any,
+    k_ranges: Any,
+    attn_mask_type: Any,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int,
+    cp_group_or_mesh: DeviceMesh | dist.ProcessGroup,
+    dist_attn_config: ContextParallelOptions | None = None,
+    is_same_source: bool = True,
+    is_q_permutable: bool = True,
+    is_k_permutable: bool = True,
+    chunk_size: int | None = None,
+) -> SequencePlan:
+    """`magi_compile.dtensor.plan` by ranges; the same on every rank. Without communication.
+
+    Ranges are pairs `[num_slices, 2]`; the type is one for all or one for each: a name, a number or an enum. Plans
+    serve all heads and pad by themselves, so that `num_heads_*`, `head_dim` and `pad_size` do nothing. `chunk_size` is
+    cut to an eighth of a rank's tokens. Raises TypeError or ValueError where arguments do not fit or slices overlap,
+    and NotImplementedError for cross attention and meshes of two dimensions.
+    """
+    flags = (is_same_source, is_q_permutable, is_k_permutable)
+    if not all(flags) or total_seqlen_q != total_seqlen_k:
+        raise NotImplementedError(
+            "a key must be of self-attention, whose tokens may be permuted; for cross attention "
+            "call magi_compile.dtensor.plan"
+        )
+    slices = slices_of(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
+    return _key(slices, cp_group_or_mesh, dist_attn_config, chunk_size)
+
+
+def magi_attn_varlen_key(
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int,
+    cp_group_or_mesh: DeviceMesh | dist.ProcessGroup,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: ContextParallelOptions | None = None,
+    chunk_size: int | None = None,
+) -> SequencePlan:
+    """`magi_attn_flex_key` of documents: their borders `[num_documents + 1]`, and a window `(left, right)` of keys."""
+    borders = cu_seqlens_q, cu_seqlens_k
+    slices = AttnSlices.from_cu_seqlens(*borders, causal=causal, window=window_size)
+    return _key(slices, cp_group_or_mesh, dist_attn_config, chunk_size)
+
+
+def make_flex_key_for_new_mask_after_dispatch(
+    q_ranges: Any,
+    k_ranges: Any,
+    attn_mask_type: Any,
+    key_for_dispatch: SequencePlan,
+    num_heads_q: int | None = None,
+    num_heads_kv: int | None = None,
+    head_dim: int | None = None,
+    dist_attn_config: ContextParallelOptions | None = None,
+) -> SequencePlan:
+    """The key of another mask for tokens that `key_for_dispatch` has placed. `plan(masks=...)` places them for all."""
+    total = key_for_dispatch.total
+    slices = slices_of(q_ranges, k_ranges, attn_mask_type, total, total)
+    return _key(slices, key_for_dispatch, dist_attn_config)
+
+
+def make_varlen_key_for_new_mask_after_dispatch(
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    key_for_dispatch: SequencePlan,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: ContextParallelOptions | None = None,
+) -> SequencePlan:
+    """`make_flex_key_for_new_mask_after_dispatch` of documents."""
+    borders = cu_seqlens_q, cu_seqlens_k
+    slices = AttnSlices.from_cu_seqlens(*borders, causal=causal, window=window_size)
+    return _key(slices, key_for_dispatch, dist_attn_config)
+
+
+def _key(slices: AttnSlices, where: Any, given: Any, chunk_size: int | None = None) -> SequencePlan:
+    """A plan on the ranks `where`, or of the tokens of the plan `where`."""
+    if not isinstance(given, (ContextParallelOptions, type(None))):
+        raise TypeError(
+            f"`dist_attn_config` must be ContextParallelOptions, got {type(given).__name__}; it has `chunk_size` and "
+            "`strategy` for dispatch_config, `degree` and `backward_degree` for overlap_config"
+        )
+    options, tokens = given or ContextParallelOptions(), None
+    if isinstance(where, SequencePlan):
+        where, tokens = _compat.resolve_process_group(where.group_name), where
+    elif isinstance(where, DeviceMesh) and where.ndim > 1:
+        raise NotImplementedError(
+            f"`cp_group_or_mesh` must have one dimension, got {where.ndim}; pass a process group of "
+            "all its ranks"
+        )
+    if chunk_size is not None:
+        if options.chunk_size not in (None, chunk_size):
+            raise ValueError(
+                f"`chunk_size` must be that of `dist_attn_config`, {options.chunk_size}, got {chunk_size}"
+            )
+        most = -(-slices.seqlen_q // (8 * where.size()))
+        options = replace(options, chunk_size=min(chunk_size, most))
+    key = plan(slices, where, options=options, permutation=tokens)
+    _recent[key.group_name] = key
+    return key
+
+
+def get_most_recent_key(cp_group: dist.ProcessGroup) -> SequencePlan:
+    """The last key that was made for a group; ValueError where there is none."""
+    if cp_group.group_name not in _recent:
+        raise ValueError(f"`cp_group` must have had a key, got {cp_group.group_name!r}")
+    return _recent[cp_group.group_name]
+
+
+def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
+    """Tokens up to the next multiple of `cp_size * chunk_size`."""
+    return -total_seqlen_q % (cp_size * chunk_size)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: SequencePlan, padding: float) -> Tensor:
+        ctx.key = key
+        return key.shard(x, 0, padding=padding)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.key.unshard(gradient, 0), None, None
+
+
+class _Undispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: SequencePlan, is_partial: bool) -> Tensor:
+        ctx.key, ctx.is_partial = key, is_partial
+        return key.unshard(x, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        whole = ctx.key.sum(gradient) if ctx.is_partial else gradient
+        return ctx.key.shard(whole, 0), None, None
+
+
+def dispatch(x: Tensor, key: SequencePlan, pad_value: float = 0.0) -> Tensor:
+    """This rank's tokens of `x`, `[total, ...]` -> `[seqlen_local, ...]`. All ranks call the backward together: the
+    gradient of `x` is gathered from them, where `key.shard` leaves it this rank's part."""
+    out: Tensor = _Dispatch.apply(x, key, pad_value)
+    return out
+
+
+def undispatch(x: Tensor, key: SequencePlan, is_partial_grad: bool = False) -> Tensor:
+    """The whole sequence of all ranks' tokens, `[seqlen_local, ...]` -> `[total, ...]`; all call it together. The
+    gradient of `x` is this rank's rows of that of the result, which ranks that compute the same loss have in common;
+    with `is_partial_grad` it is summed over them before."""
+    out: Tensor = _Undispatch.apply(x, key, is_partial_grad)
+    return out
+
+
+def calc_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: SequencePlan,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+) -> tuple[Tensor, AttnForwardMeta]:
+    """`key.attention` of `[seqlen_local, heads, head_dim]`, with arguments and results as in `flex_flash_attn_func`.
+    All ranks call it together. The gradient of `sink` is this rank's part: sum it over them."""
+    out, rows = key.attention(
+        *(q, k, v),
+        scale=softmax_scale,
+        softcap=float(softcap),
+        sinks=one_sink(sink),
+        return_aux=AuxRequest(lse=True, max_scores=return_max_logits),
+    )
+    assert rows.lse is not None
+    largest = None
+    if rows.max_scores is not None:
+        ops = torch.ops._c10d_functional  # which compiled code takes
+        largest = ops.wait_tensor(ops.all_reduce(rows.max_scores.amax(1), "max", key.group_name))
+    return out, AttnForwardMeta(rows.lse.mT, largest)
+
+
+def get_position_ids(key: SequencePlan) -> Tensor:
+    """int64 `[seqlen_local]`: the place of each token in the sequence, 0 for padding."""
+    return key.positions
+
+
+def roll(x: Tensor, shift: int, dim: int, key: SequencePlan) -> Tensor:
+    """This rank's part of `torch.roll` along the whole sequence, without its padding; differentiable."""
+    return key.roll(x, shift, dim)
