@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from magi_compile.dtensor.planning.rank_plan import (
         ContextParallelOptions,
         plan_rank,
+        plan_rank_ahead,
     )
     from magi_compile.dtensor.sequence_plan import SequencePlan
     from magi_compile.dtensor.spread_tokens import SpreadTokens
@@ -40,6 +41,7 @@ __all__ = [
     "plan",
     "plan_ahead",
     "plan_rank",
+    "plan_rank_ahead",
 ]
 
 # Where each public name lives; resolved at first use.
@@ -58,6 +60,7 @@ _HOMES = {
     "plan": "make_plan",
     "plan_ahead": "make_plan",
     "plan_rank": "planning.rank_plan",
+    "plan_rank_ahead": "planning.rank_plan",
 }
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from magi_compile import AttnSlices
-from magi_compile.dtensor import ContextParallelOptions, HostPlan, plan, plan_ahead
+from magi_compile.dtensor import (
+    ContextParallelOptions,
+    HostPlan,
+    plan,
+    plan_ahead,
+    plan_rank,
+    plan_rank_ahead,
+)
 from magi_compile.dtensor.agreement import checksum_of, require_equal_tokens
 from magi_compile.dtensor.planning import rank_plan
 
@@ -120,6 +127,13 @@ def ahead(group):
 
 def test_ahead(ranks_of):
     ranks_of(2).run(ahead)
+
+
+def test_a_rank_ahead():
+    future = plan_rank_ahead(CAUSAL, 2, 1, OPTIONS, "cpu")
+    assert plan_rank(CAUSAL, 2, 1, OPTIONS) is future.result()
+    with pytest.raises(ValueError, match="`rank` must be in"):
+        plan_rank_ahead(CAUSAL, 2, 2, OPTIONS).result()
 
 
 def digest_of(i):

@@ -20,7 +20,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -265,6 +265,37 @@ def plan_rank_together(
         for digest, plan in zip(digests, made, strict=True):
             _plans.setdefault((digest, rank), plan)
         return recent(_plans, [(digest, rank) for digest in digests])
+
+
+def plan_rank_ahead(
+    slices: AttnSlices,
+    cp_size: int,
+    rank: int,
+    options: ContextParallelOptions = ContextParallelOptions(),
+    device: torch.device | str | None = None,
+) -> Future[RankPlan]:
+    """`plan_rank` on a thread of its own, for the next batch while this one is computed; plans queue up. See
+    `plan_ahead` for `plan`.
+
+    Args:
+        slices: as in `plan_rank`, like `cp_size`, `rank` and `options`.
+        cp_size: see `slices`.
+        rank: see `slices`.
+        options: see `slices`.
+        device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
+
+    Returns:
+        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too. It
+        belongs to this process: in a fork, for example a worker of a DataLoader, ask again.
+    """
+
+    def run() -> RankPlan:
+        plan = plan_rank(slices, cp_size, rank, options)
+        if device is not None:
+            plan.tensors(device)
+        return plan
+
+    return planner().submit(run)
 
 
 @cache
