@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.entries import PLAIN, packed, unpacked
+from magi_compile.dtensor.entries import PLAIN, unpacked
 from magi_compile.dtensor.execution import Execution, routes_of
 from magi_compile.dtensor.transport.collectives import Collective, PendingReduce, Route
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
@@ -64,13 +64,7 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
             home.send(route, dk, dv)  # while dq is completed, and during the next stage
             dq_shares.append(steps.finish())
         else:
-            k_stage, v_stage = keys
-            slices, score = stage.slices, None
-            if packing is not PLAIN:
-                k_stage, v_stage = (packed(x, packing.keys) for x in keys)
-                slices = stage.slices_of(packing)
-            if scoring is not None:
-                score = scoring.over(plan, packing, stage)
+            k_stage, v_stage, slices, score = execution.inputs(stage, keys)
             of_stage = Saved(q, k_stage, v_stage, out, lse)
             dq, dk, dv = kernel.backward(grads, of_stage, slices, kernel_plan, problem, score=score)
             if packing is not PLAIN:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.entries import PLAIN, Packing
+from magi_compile.dtensor.entries import PLAIN, Packing, packed
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
 from magi_compile.dtensor.planning.local_cover import positions_of_keys
@@ -204,6 +204,20 @@ class Execution(NamedTuple):
     reduce_group: dist.ProcessGroup  # of gradients on their way home
     packing: Packing = PLAIN  # of heads into entries
     scoring: Scoring | None = None
+
+    def inputs(
+        self, stage: DeviceStage, keys: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, AttnSlices, ScoreCall | None]:
+        """The k and v of a stage packed by entries, its slices over them, and the call of the score program."""
+        k, v = keys
+        slices = stage.slices
+        if self.packing is not PLAIN:
+            k, v = (packed(x, self.packing.keys) for x in keys)
+            slices = stage.slices_of(self.packing)
+        score = None
+        if self.scoring is not None:
+            score = self.scoring.over(self.plan, self.packing, stage)
+        return k, v, slices, score
 
 
 LIVE_PLANS = 8  # kept whatever their size: of the layers of a model, which take turns

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.entries import PLAIN, packed
+from magi_compile.dtensor.entries import packed
 from magi_compile.dtensor.execution import Execution, MergedStage, routes_of
 from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.overlap import EarlyKernel
@@ -25,7 +25,7 @@ def forward(
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of the group call it together. `q` and what comes out are packed by
     entries as `execution.packing` says, k and v are not. `max_scores` as in `Kernel.forward`."""
-    plan, kernel, problem, collective, group, _, packing, scoring = execution
+    plan, kernel, problem, collective, group, _, packing, _ = execution
     if plan.merged is not None:
         return _forward_merged(q, k, v, plan.merged, execution, max_scores)
     partial_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -41,13 +41,7 @@ def forward(
             cast = next(casts, None)  # the next one travels while this stage is computed
         if stage.is_empty:
             continue
-        k_stage, v_stage = keys
-        slices, score = stage.slices, None
-        if packing is not PLAIN:
-            k_stage, v_stage = (packed(x, packing.keys) for x in keys)
-            slices = stage.slices_of(packing)
-        if scoring is not None:
-            score = scoring.over(plan, packing, stage)
+        k_stage, v_stage, slices, score = execution.inputs(stage, keys)
         kernel_plan = stage.kernel_plan(kernel, problem, packing)
         result = kernel.forward(
             *(q, k_stage, v_stage, slices, kernel_plan, problem),

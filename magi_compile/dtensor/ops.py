@@ -38,7 +38,7 @@ from magi_compile.dtensor.transport.collectives import select as select_collecti
 from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved, new_max_scores
 from magi_compile.kernels.select import ScoreNeeds, problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
-from magi_compile.ops.library import new_sums, split_sums
+from magi_compile.ops.library import gradients_of_tables, new_sums, split_sums, wanted_tables
 from magi_compile.ops.scale import Scaled
 from magi_compile.score.program import ScoreProgram
 
@@ -272,23 +272,14 @@ class _AttentionOverRanks(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         op, arguments = torch.ops.magi.cp_ffa_bwd.default, (dout, dlse, q, k, v, out, lse)
-        options, wanted = [meta, data, *ctx.options], []
+        options: list[Any] = [meta, data, *ctx.options]
+        wanted: list[int] = []
         if ctx.more:  # behind the captured tensors
             symbols, score, places, share = (*ctx.more, None, "", None, None)[:4]
-            if score:
-                can_have = ScoreProgram.parse(score).differentiable_tables
-                wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
+            wanted = wanted_tables(score, ctx.needs_input_grad[4:])
             options += [tables, symbols, score, places, share, wanted]
         dq, dk, dv, sums = gradients(op, *arguments, *options)
-        if not tables:
-            return None, dq, dk, dv
-        found = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
-        # Each in memory of its own, because leaves keep it.
-        copies = len(wanted) > 1
-        of_tables = (
-            found[i].to(x.dtype, copy=copies) if i in found else None for i, x in enumerate(tables)
-        )
-        return (None, dq, dk, dv, *of_tables)
+        return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
 _TABLES = _Options._fields.index("tables")

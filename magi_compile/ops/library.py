@@ -333,6 +333,26 @@ def split_sums(sums: Tensor, tables: Sequence[Tensor], wanted: Sequence[int]) ->
     ]
 
 
+def wanted_tables(score: str, needs_gradient: Sequence[bool]) -> list[int]:
+    """The numbers of the captured tensors whose gradients a backward makes: of those that need one, the ones that the
+    score program `score` has gradients of."""
+    if not score:
+        return []
+    return [i for i in ScoreProgram.parse(score).differentiable_tables if needs_gradient[i]]
+
+
+def gradients_of_tables(
+    sums: Tensor, tables: Sequence[Tensor], wanted: Sequence[int]
+) -> list[Tensor | None]:
+    """The gradient of each captured tensor from the `sums` of those that are wanted; None for the others."""
+    if not tables:
+        return []
+    found = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
+    # Each in memory of its own, because leaves keep it.
+    copies = len(wanted) > 1
+    return [found[i].to(x.dtype, copy=copies) if i in found else None for i, x in enumerate(tables)]
+
+
 def _ffa_bwd_fake(
     dout: Tensor,
     dlse: Tensor | None,
@@ -394,10 +414,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = of_call
         if dout is None:
             dout = torch.zeros_like(out)
-        given, wanted = ctx.options, []
-        if given.score:
-            can_have = ScoreProgram.parse(given.score).differentiable_tables
-            wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
+        given = ctx.options
+        wanted = wanted_tables(given.score, ctx.needs_input_grad[4:])
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
         options = BackwardOptions(
@@ -408,15 +426,7 @@ class _Attention(torch.autograd.Function):
         tensors = (dout, dlse, q, k, v, out, lse)
         op = torch.ops.magi.ffa_bwd.default
         dq, dk, dv, sums = gradients(op, *tensors, *options.short())
-        if not tables:
-            return None, dq, dk, dv
-        found = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
-        # Each in memory of its own, because leaves keep it.
-        copies = len(wanted) > 1
-        of_tables = (
-            found[i].to(x.dtype, copy=copies) if i in found else None for i, x in enumerate(tables)
-        )
-        return (None, dq, dk, dv, *of_tables)
+        return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
 def _tables_of(*rest: Any) -> Sequence[Tensor]:
