@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.plan import Plan
+from magi_compile.kernels.plan import BlockMap, Plan
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall
 
@@ -31,6 +31,7 @@ class AttnProblem:
     `has_bits`: whether slices may have bit blocks (`masks/bits.py`).
     `has_score`: whether a score program changes the scores (`ScoreCall`).
     `has_max_scores`: whether a forward pass is asked for the largest score of each row.
+    `block_map`: of a mask that block lists say, without slices; else None.
     """
 
     device_type: str
@@ -45,6 +46,7 @@ class AttnProblem:
     has_bits: bool = False
     has_score: bool = False
     has_max_scores: bool = False
+    block_map: BlockMap | None = None
 
     @property
     def qhead_per_kvhead(self) -> int:

@@ -63,6 +63,15 @@ _FORWARD_BITS = {
     256: ForwardConfig(2, 64, 3, 2, 1, 40, 232),
 }
 
+# With block maps whose blocks have 64 keys; those of 128 keys are walked as bit blocks are.
+_FORWARD_MAP_64 = {
+    64: ForwardConfig(3, 64, 8, 8, 2, 32, 160),
+    96: ForwardConfig(3, 64, 5, 5, 1, 32, 160),
+    128: ForwardConfig(3, 64, 5, 5, 1, 32, 160),
+    192: _FORWARD_BITS[192],
+    256: _FORWARD_BITS[256],
+}
+
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
 _L2_SECTION_BYTES = 32 * 2**20
 # A rank of many has few queries and many keys. The last section ends when its longest tile does, so where sections keep
@@ -88,7 +97,9 @@ def is_between_hopper_head_dims(problem: AttnProblem) -> bool:
 
 def forward_config(problem: AttnProblem) -> ForwardConfig:
     """The Hopper forward kernel for `problem`."""
-    is_larger = problem.has_bits or problem.has_score
+    if problem.block_map is not None and problem.block_map.keys == 64:
+        return _FORWARD_MAP_64[hopper_head_dim(problem)]
+    is_larger = problem.has_bits or problem.has_score or problem.block_map is not None
     return (_FORWARD_BITS if is_larger else _FORWARD)[hopper_head_dim(problem)]
 
 
@@ -180,10 +191,35 @@ def backward_config(problem: AttnProblem, *, keeps_slopes: bool = False) -> Back
     """The Hopper backward kernel for `problem`; `keeps_slopes` for a score program that does more than add to the
     score."""
     head_dim = hopper_head_dim(problem)
-    if keeps_slopes and head_dim in _BACKWARD_WITH_SLOPES:
+    if keeps_slopes and head_dim in _BACKWARD_WITH_SLOPES and problem.block_map is None:
         return _BACKWARD_WITH_SLOPES[head_dim]
-    is_changed = problem.softcap or problem.has_score
-    return (_BACKWARD_CAPPED if is_changed else _BACKWARD)[head_dim]
+    has_small_blocks = problem.softcap or problem.has_score or problem.block_map is not None
+    config = (_BACKWARD_CAPPED if has_small_blocks else _BACKWARD)[head_dim]
+    # Nobody counts the visits of a block map, so the kernel behind makes dq.
+    return config if problem.block_map is None else replace(config, rounds_dq=False)
+
+
+class MapLines(NamedTuple):
+    """The lines of bits of a tile of a block map: one, or one for each 64 of its rows.
+
+    Attributes:
+        q: of a tile of queries.
+        k: of a tile of keys.
+    """
+
+    q: int
+    k: int
+
+
+def map_lines(problem: AttnProblem) -> MapLines:
+    """The lines of the tiles of `problem`; none where it has no block map."""
+    if problem.block_map is None:
+        return MapLines(0, 0)
+    q_rows, k_rows = forward_config(problem).tile_rows, BackwardConfig.tile_rows
+    return MapLines(
+        1 if problem.block_map.rows % q_rows == 0 else q_rows // 64,
+        1 if problem.block_map.keys % k_rows == 0 else k_rows // 64,
+    )
 
 
 def backward_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
@@ -194,6 +230,9 @@ def backward_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int
         for heads in _divisors(problem.nheads_kv)
         if num_tiles * heads >= _BACKWARD_LEAST_WAVES * num_sms
     }
+    if problem.block_map is not None:
+        # Tiles at work at a time are anywhere in the queries of their heads.
+        return min(waves, default=problem.nheads_kv)
     if waves.get(problem.nheads_kv, 0) < _BACKWARD_MANY_WAVES:
         return problem.nheads_kv
     if problem.qhead_per_kvhead == 1:
@@ -213,10 +252,16 @@ class BackwardPasses(NamedTuple):
 
 
 def backward_passes(
-    problem: AttnProblem, num_tiles: int, section_heads: int, num_sms: int, l2_bytes: int
+    problem: AttnProblem,
+    total_q: int,
+    num_tiles: int,
+    section_heads: int,
+    num_sms: int,
+    l2_bytes: int,
 ) -> BackwardPasses:
     """For `num_tiles` of each head: as many heads as tiles keep the SMs busy times,
-    since items of several heads end later."""
+    since items of several heads end later. Under a block map, tiles at work at a time are anywhere in the `total_q`
+    queries: one head, if not all of a group stay in the cache."""
     waves = num_tiles * section_heads / (_BACKWARD_LEAST_WAVES * num_sms)
     row_bytes = hopper_head_dim(problem) * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
     block_bytes = backward_config(problem).block_cols * row_bytes
@@ -224,6 +269,13 @@ def backward_passes(
     most_heads = min(int(waves), group) if group > 1 else 0
     is_small = l2_bytes < _SMALL_L2_BYTES
     cached_bytes = _BACKWARD_CACHED_BYTES_OF_SMALL_L2 if is_small else _BACKWARD_CACHED_BYTES
+    if problem.block_map is not None:
+        is_cached = total_q * row_bytes * group <= cached_bytes
+        return (
+            BackwardPasses()
+            if is_cached or not most_heads
+            else BackwardPasses(1, 0, _LEAST_VISITS_OF_PASS)
+        )
     return BackwardPasses(most_heads, cached_bytes // block_bytes, _LEAST_VISITS_OF_PASS)
 
 

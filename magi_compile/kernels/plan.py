@@ -28,6 +28,20 @@ class PlanTiles(NamedTuple):
     k_block_cols: int
 
 
+class BlockMap(NamedTuple):
+    """The kind of a mask of block lists, by which a kernel walks it; see `magi_compile.plan.block_map`.
+
+    Attributes:
+        heads: with lists of their own: 1, or all heads of q.
+        rows: 64 or 128 queries, the larger one that divides those of a block.
+        keys: 64 or 128 keys, likewise.
+    """
+
+    heads: int
+    rows: int
+    keys: int
+
+
 class Plan(NamedTuple):
     """The plan of a mask. Fields that a kernel does not need are None; tensors are int32.
 
@@ -39,6 +53,7 @@ class Plan(NamedTuple):
             none is.
         pieces: `[num_pieces, 8]`, those of the CPU kernel, see `magi_compile.kernels.cpu.pieces.Piece`.
         others: tensors of any dtype of a kernel that makes its own plan.
+        block_map: of a mask of block lists; its walks are those of `magi_compile.plan.block_map`.
         packed: this plan as `pack` gives it, where it lies in such memory.
     """
 
@@ -48,6 +63,7 @@ class Plan(NamedTuple):
     splits: Tensor | None = None
     pieces: Tensor | None = None
     others: tuple[Tensor, ...] = ()
+    block_map: BlockMap | None = None
     packed: tuple[Tensor, ...] = ()
 
     def walks(self, tiles: PlanTiles) -> tuple[Walk, Walk]:
@@ -110,10 +126,12 @@ class PlanLayout(NamedTuple):
         return list(zip(sizes, strides, self.offsets, strict=False))
 
 
-def shape_of(tiles: Sequence[int], layout: PlanLayout) -> tuple[Any, ...]:
-    """The shape of the tensor without elements that says where the tensors of a plan lie, which is made for `tiles`: a
-    shape is there on the host, in a CUDA graph, and of a fake tensor."""
-    return (0, *tiles, *layout)
+def shape_of(
+    tiles: Sequence[int], layout: PlanLayout, block_map: BlockMap | None = None
+) -> tuple[Any, ...]:
+    """The shape of the tensor without elements that says where the tensors of a plan lie, which is made for `tiles`,
+    perhaps of a `block_map`: a shape is there on the host, in a CUDA graph, and of a fake tensor."""
+    return (0, *tiles, *layout, *(block_map or ()))
 
 
 def strides_of(shape: Sequence[Any]) -> tuple[int, ...]:
@@ -137,7 +155,7 @@ def pack(plan: Plan) -> list[Tensor]:
     if some is None:
         some = plan.others[0].new_empty(0, dtype=torch.int32)
     layout = PlanLayout(*(0 if x is None else x.shape[0] for x in tensors))
-    shape = shape_of(plan.tiles or PlanTiles(0, 0, 0, 0), layout)
+    shape = shape_of(plan.tiles or PlanTiles(0, 0, 0, 0), layout, plan.block_map)
     memory = some.new_empty(layout.offsets[-1])
     if not _compat.is_fake(memory):
         for place, x in zip(layout.places, tensors, strict=True):
@@ -151,7 +169,7 @@ def unpack(packed: Sequence[Tensor]) -> Plan:
     if not packed:
         return Plan()
     memory, shape, *others = packed
-    tiles, places = _read(tuple(shape.shape))
+    tiles, places, block_map = _read(tuple(shape.shape))
     if tiles is None:
         pieces = None if others else memory.as_strided(*places[-1])
         return Plan(pieces=pieces, others=tuple(others), packed=tuple(packed))
@@ -159,12 +177,17 @@ def unpack(packed: Sequence[Tensor]) -> Plan:
         memory.as_strided(*place) for place in places[:-1]
     )
     q_walk, k_walk = Walk(q_tiles, q_runs, q_edges), Walk(k_tiles, k_runs, k_edges)
-    return Plan(tiles, q_walk, k_walk, splits, packed=tuple(packed))
+    return Plan(tiles, q_walk, k_walk, splits, block_map=block_map, packed=tuple(packed))
 
 
 @lru_cache(maxsize=1024)
-def _read(shape: tuple[int, ...]) -> tuple[PlanTiles | None, list[tuple[Any, ...]]]:
-    """The tile sizes in the shape of a packed plan, None where it has no walks, and the places of its tensors."""
+def _read(
+    shape: tuple[int, ...],
+) -> tuple[PlanTiles | None, list[tuple[Any, ...]], BlockMap | None]:
+    """The tile sizes in the shape of a packed plan, None where it has no walks, the places of its tensors, and the kind
+    of its block map."""
     first = 1 + len(PlanTiles._fields)
+    end = first + len(PlanLayout._fields)
     tiles = PlanTiles(*shape[1:first])
-    return tiles if tiles.q_tile_rows else None, PlanLayout(*shape[first:]).places
+    block_map = BlockMap(*shape[end:]) if len(shape) > end else None
+    return tiles if tiles.q_tile_rows else None, PlanLayout(*shape[first:end]).places, block_map

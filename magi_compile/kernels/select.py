@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.mapped import MappedKernel
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.score.program import ScoreProgram
 
@@ -117,6 +118,8 @@ def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -
     except ImportError as error:
         return [f"cannot be imported: {error}"]
     reasons = kernel.refusals(problem)
+    if problem.block_map is not None and not isinstance(kernel, MappedKernel):
+        return [*reasons, "walks no block lists without slices"]
     if not problem.has_score:
         return reasons
     if not isinstance(kernel, ScoredKernel):
@@ -127,6 +130,8 @@ def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -
     reasons = kernel.score_refusals(problem, *of_program)
     if score.wants_table_gradients:
         reasons = [*reasons, *kernel.table_refusals(*of_program)]
+        if problem.block_map is not None:
+            reasons.append("has no gradients of captured tensors beside block lists")
     return reasons
 
 

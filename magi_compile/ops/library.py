@@ -35,7 +35,7 @@ from magi_compile.kernels.base import (
     new_max_scores,
     output_like,
 )
-from magi_compile.kernels.plan import Plan, pack, unpack
+from magi_compile.kernels.plan import BlockMap, Plan, pack, unpack
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.arguments import BackwardOptions, Numbering, Options, short
@@ -71,11 +71,16 @@ def chosen_for(
     has_bits: bool = False,
     has_score: bool = False,
     has_max_scores: bool = False,
+    block_map: BlockMap | None = None,
 ) -> Chosen:
     """The kernel and the problem for such tensors, cached: a call is too short to choose each time."""
     problem = problem_on(device, dtype, heads, softmax_scale, softcap)
     problem = replace(
-        problem, has_bits=has_bits, has_score=has_score, has_max_scores=has_max_scores
+        problem,
+        has_bits=has_bits,
+        has_score=has_score,
+        has_max_scores=has_max_scores,
+        block_map=block_map,
     )
     return Chosen(select(problem, kernel).kernel, problem)
 
@@ -206,12 +211,14 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
         if options.score
         else Scaled.of(q, options.softmax_scale)
     )
+    made = unpack(options.plan) if options.plan else None
     chosen, problem = chosen_for(
         *(q.device, q.dtype, (nheads_q, nheads_kv, head_dim, head_dim_v)),
         *(scaled.softmax_scale, options.softcap, options.kernel or None),
         has_bits=options.bits is not None,
         has_score=bool(options.score),
         has_max_scores=options.return_max_scores,
+        block_map=made.block_map if made else None,
     )
     slices = None
     if options.slices:
@@ -223,7 +230,7 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
         q_ranges, k_ranges, mask_types = options.slices
         lists = (q_ranges, k_ranges, mask_types)
         slices = AttnSlices.unchecked(*lists, total_q, total_k, options.bits)
-    plan = unpack(options.plan) if options.plan else _plan_of(chosen, slices, problem)
+    plan = _plan_of(chosen, slices, problem) if made is None else made
     score = None
     if options.score:
         of_rows = Numbering.of(options.numbering)

@@ -23,7 +23,7 @@ struct DqTarget {
 
 template <class Element_, int kHeadDim_, int kCols_, int kColsOfV_, int kCtas_, int kBlockCols_, int kStages_,
           int kDoutStages_, int kScoreStages_, int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kHasBits_, bool kIsDeterministic_, bool kRoundsDq_, class Score_>
+          bool kHasSoftcap_, bool kHasBits_, int kMapLines_, bool kIsDeterministic_, bool kRoundsDq_, class Score_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;   // tensors may be narrower: TMA reads zeros behind their columns
@@ -37,7 +37,9 @@ struct BackwardConfig {
     static constexpr int kDqRegisters = kDqRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
-    static constexpr bool kHasBits = kHasBits_;                   // a run may be of a bit block
+    static constexpr bool kHasBits = kHasBits_;   // a run may be of a bit block
+    // Runs are of a block map, with one line for a tile or one for each 64 of its keys; 0 if they are not.
+    static constexpr int kMapLines = kMapLines_;
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
     static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
     using Score = Score_;                                         // made from a score program, or NoScore
@@ -87,6 +89,8 @@ struct BackwardConfig {
     static constexpr bool kHandsOn = !kIsDeterministic;
 
     static_assert(!(kHasScore && kHasSoftcap), "a score program has the caps");
+    static_assert(kMapLines == 0 || !(kHasBits || kIsDeterministic || kRoundsDq), "nobody counts the visits of a map");
+    static_assert(kMapLines <= 2, "a tile has two times 64 keys");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
     static_assert(kCols % 8 == 0 && kCols <= kHeadDim, "rows leave in 16 bytes at a time");
@@ -107,9 +111,21 @@ constexpr int kNoMask = -1;
 struct alignas(16) Block {
     Run run;   // only where there is a mask
     int first;
-    int end;   // queries from here on are outside of the run
-    int head;
-    int mask_row;   // the tile's first key where some key may not see every query, else kNoMask
+    int end;              // queries from here on are outside of the run
+    int head_and_lines;   // in more memory, some kernels would not fit
+    int mask_row;         // the tile's first key where some key may not see every query, else kNoMask
+
+    // Of a block map where each 64 of the tile's keys have a line of their own, the bits of those that see the block.
+    __device__ __forceinline__ static int with_lines(int head, unsigned lines) { return head | lines << kHeadBits; }
+    __device__ __forceinline__ unsigned lines() const { return head_and_lines >> kHeadBits; }
+
+    template <class Config>
+    __device__ __forceinline__ int head() const {
+        return Config::kMapLines > 1 ? head_and_lines & ((1 << kHeadBits) - 1) : head_and_lines;
+    }
+
+private:
+    static constexpr int kHeadBits = 16;
 };
 
 // Where it ends decides where barriers lie, and so what code they get: with 64 bytes head_dim 64 is 1 % faster than

@@ -71,6 +71,8 @@ private:
     static constexpr int kValues = Config::kDqCols / 2;   // registers of a thread
     using Dq = float[kValues];
 
+    static constexpr unsigned kAllLines = 3;
+
     // A thread block may be so many steps ahead of the mean of its wave, then it waits a few us at most.
     static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
     static constexpr int kMostWaits = 16, kNsOfWait = 250;
@@ -96,7 +98,8 @@ private:
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
         const int first = uniform(smem_.blocks[block_.slot].first) + warp_ * kWarpRows;
         const int end = uniform(smem_.blocks[block_.slot].end);
-        const int head = uniform(smem_.blocks[block_.slot].head);
+        const int head = uniform(smem_.blocks[block_.slot].template head<Config>());
+        const unsigned lines = Config::kMapLines > 1 ? uniform(smem_.blocks[block_.slot].lines()) : kAllLines;
         release(smem_.q_empty[block_.slot], lane_);
         block_.advance();
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
@@ -109,16 +112,16 @@ private:
                 }
             });
         } else {
-            differentiate_by_panels(head, first, end);
+            differentiate_by_panels(head, first, end, lines);
         }
         dscores_.advance();
     }
 
-    __device__ __forceinline__ void differentiate_by_panels(int head, int first, int end) {
+    __device__ __forceinline__ void differentiate_by_panels(int head, int first, int end, unsigned lines) {
 #pragma unroll
         for (int panel = 0; panel < Config::kDqPanels; ++panel) {
             Dq dq;
-            issue(dq, panel);
+            issue(dq, panel, lines);
             if (Config::kIsDeterministic && panel == 0) {
                 publish_together();   // of the last block: its additions have had the time since
             }
@@ -148,17 +151,30 @@ private:
         return {dq_rows<Config::kHeadDim>(params_.dq.sums, head, row), head, row, row < end};
     }
 
-    __device__ __forceinline__ void issue(Dq& dq, int panel) {
-        const uint32_t a = dq_operand<Config>(smem_.dscores[dscores_.slot][panel / Config::kDqColPanels], 0);
-        const uint32_t b = dq_operand<Config>(smem_.k[panel % Config::kDqColPanels], kKSlabBytes);
+    // Of those keys that see the block.
+    __device__ __forceinline__ void issue(Dq& dq, int panel, unsigned lines) {
+        constexpr int kStepOffset = kSixteenRowsBytes >> 4, kSteps = Config::kBlockRows / 16;
+        constexpr int kStepsOfLine = Config::kMapLines > 1 ? kSteps / 2 : kSteps;
+        const int first = Config::kMapLines > 1 && lines == 2 ? kStepsOfLine * kStepOffset : 0;
+        const uint32_t a = dq_operand<Config>(smem_.dscores[dscores_.slot][panel / Config::kDqColPanels], 0) + first;
+        const uint32_t b = dq_operand<Config>(smem_.k[panel % Config::kDqColPanels], kKSlabBytes) + first;
         pin(dq);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < Config::kBlockRows / 16; ++step) {
-            const int within = (step * kSixteenRowsBytes) >> 4;
-            Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
+        for (int step = 0; step < kStepsOfLine; ++step) {
+            issue_step(dq, a + step * kStepOffset, b + step * kStepOffset, step != 0);
+        }
+        if (Config::kMapLines > 1 && lines == kAllLines) {
+#pragma unroll
+            for (int step = kStepsOfLine; step < kSteps; ++step) {
+                issue_step(dq, a + step * kStepOffset, b + step * kStepOffset, true);
+            }
         }
         wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ static void issue_step(Dq& dq, uint32_t a, uint32_t b, bool adds) {
+        Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a, b, adds);
     }
 
     // Until what was in this warp's buffers has left; other lanes have nothing there. Measured: without a branch the

@@ -172,10 +172,19 @@ public:
 
     // `row` is the first one of the warp in its tile.
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
+        if constexpr (Config::kMapLines > 1 && Config::kIsWide) {
+            if (!__any_sync(0xffffffff, smem_.blocks[slot].lines() >> row / Config::kRows & 1)) {
+#pragma unroll
+                for (int i = 0; i < kScores; ++i) {
+                    scores[i] = -kInfinity;
+                }
+                return;
+            }
+        }
         if (__any_sync(0xffffffff, mask_row != kNoMask)) {
             const Block& block = smem_.blocks[slot];
-            apply_mask<true>(scores, block.run, params_.edges, mask_row + row + lane_ / 4,
-                             block.first + 2 * (lane_ % 4));
+            apply_mask<Config::kMapLines == 0>(scores, block.run, params_.edges, mask_row + row + lane_ / 4,
+                                               block.first + 2 * (lane_ % 4));
             if constexpr (Config::kHasBits) {
                 if (has_bits(block.run)) {
                     apply_bits_to_keys(scores, block.run, params_.bits, mask_row + row, block.first);
@@ -348,6 +357,13 @@ private:
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
         Operand probs, dscores;
         TileScores<Config> program(params_, first_key_of_thread());
+        if constexpr (kSkips) {
+            skip_unseen();
+            if (left_ == 0) {
+                release(smem_.kv_empty, lane_);
+                return;
+            }
+        }
         differentiate_scores(probs, dscores, program, [] {});
 
         // No matmul is in flight where the loop closes: the compiler moves registers there.
@@ -368,11 +384,52 @@ private:
             wgmma_wait_group<1>();
             pin(dv);
             release(smem_.dout_empty[done.slot], lane_);
+            bool is_released = false;
+            if constexpr (kSkips) {
+                if (!sees_block()) {
+                    // What lies ahead comes only when this buffer is free.
+                    wgmma_wait_group<0>();
+                    pin(dk);
+                    release(smem_.q_empty[done.slot], lane_);
+                    is_released = true;
+                    skip_unseen();
+                    if (left_ == 0) {
+                        release(smem_.kv_empty, lane_);
+                        break;
+                    }
+                }
+            }
             differentiate_scores(probs, dscores, program, [&] {
                 wgmma_wait_group<1>();
                 pin(dk);
-                release(smem_.q_empty[done.slot], lane_);
+                if (!is_released) {
+                    release(smem_.q_empty[done.slot], lane_);
+                }
             });
+        }
+    }
+
+    // Of a block map with a line for each warpgroup, what the keys of this one do not see is neither computed nor part
+    // of dQ. Where heads are wide, both warpgroups share the keys, and a mask hides them.
+    static constexpr bool kSkips = Config::kMapLines > 1 && !Config::kIsWide;
+
+    // Whether this warpgroup's keys see the present block, which it waits for.
+    __device__ __forceinline__ bool sees_block() const {
+        mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
+        return __any_sync(0xffffffff, smem_.blocks[block_.slot].lines() >> warpgroup_ & 1);
+    }
+
+    // It releases every buffer all the same, each when that is full: an arrival before would count for the last block.
+    __device__ __forceinline__ void skip_unseen() {
+        while (left_ > 0 && !sees_block()) {
+            --left_;
+            await_buffer();
+            release(smem_.dscores_full[scores_position().slot], lane_);
+            dscores_.advance();
+            mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
+            release(smem_.dout_empty[block_.slot], lane_);
+            release(smem_.q_empty[block_.slot], lane_);
+            block_.advance();
         }
     }
 
@@ -416,7 +473,7 @@ private:
         const int mask_row = smem_.blocks[block_.slot].mask_row;
         if constexpr (Config::kHasScore) {
             const Block& block = smem_.blocks[block_.slot];
-            program.move_to(uniform(block.first), uniform(block.head));
+            program.move_to(uniform(block.first), uniform(block.template head<Config>()));
         }
         wgmma_wait_group<0>();
         pin(scores);

@@ -180,7 +180,7 @@ private:
             factors_.leave(factors, lane_);
         } else if constexpr (!Config::kBeginsWithLse) {
             const Block& block = smem_.blocks[block_.q().slot];
-            program.move_to(uniform(block.first), uniform(block.head));
+            program.move_to(uniform(block.first), uniform(block.template head<Config>()));
             math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
             Operand factors;
             math_.exponentiate_changed(scores, probs, factors, program, smem_.stats[block_.q().slot]);
@@ -189,7 +189,7 @@ private:
         } else {
             if constexpr (Config::kHasScore) {
                 const Block& block = smem_.blocks[block_.q().slot];
-                program.move_to(uniform(block.first), uniform(block.head));
+                program.move_to(uniform(block.first), uniform(block.template head<Config>()));
                 program.shift(scores);
                 math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
             } else {

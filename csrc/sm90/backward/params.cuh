@@ -106,12 +106,16 @@ struct BackwardParams {
     DqItems dq;
     DqVisits visits;
     DqProgress* dq_progress;
-    const Run* runs;      // [num_runs], rows are keys
-    const Edges* edges;   // [total_k, kLanes]
+    const Run* runs;   // [num_runs], rows are keys
+    union {
+        const Edges* edges;          // [total_k, kLanes]
+        const uint32_t* map_words;   // of a block map
+    };
     int qhead_per_kvhead;
     float scale_log2;    // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;     // softmax_scale / softcap where scores are capped
-    const Tile* tiles;   // [num_tiles], of keys
+    int tiles_of_head;   // from the tiles of a query head to those of the next one: 0 where all have the same
+    const Tile* tiles;   // [num_tiles], of keys, of each query head behind one another where they have their own
     Agenda agenda;
 };
 

@@ -5,6 +5,7 @@
 #include "backward/config.cuh"
 #include "backward/schedule/queue.cuh"
 #include "backward/walk.cuh"
+#include "common/block_map.cuh"
 #include "common/pipeline.cuh"
 
 namespace ffa::backward {
@@ -71,8 +72,8 @@ private:
     __device__ __forceinline__ void load_tile(const Items<Config>& items) {
         const AgendaEntry& entry = items.entry();
         const Tile& tile = params_.tiles[entry.tile];
-        const int num_blocks = blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
-        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(tile, params_.runs);
+        const int num_blocks = kIsMapped ? 0 : blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
+        const bool is_head_by_head = !kIsMapped && is_walked_head_by_head<Config::kBlockCols>(tile, params_.runs);
         const int head_in_section = items.head_in_section(), wave_in_step = items.wave_in_step();
         TileOfHead& work = smem_.work[smem_.kv_phase];
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
@@ -88,7 +89,7 @@ private:
         work.slot = entry.slot * params_.agenda.heads_per_section + head_in_section;
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
-        work.num_visits = num_blocks * work.num_qheads;
+        work.num_visits = kIsMapped ? num_mapped_blocks(work) : num_blocks * work.num_qheads;
         work.visits_to_count = is_head_by_head ? num_blocks : work.num_visits;
         if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
@@ -96,9 +97,13 @@ private:
             load_keys(work);
         }
         smem_.kv_phase ^= 1;
-        for (int i = this->work().tile.run_end - this->work().tile.run_begin; i-- > 0;) {
-            const Tile& tile = this->work().tile;
-            load_run(params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i]);
+        if constexpr (kIsMapped) {
+            load_mapped();
+        } else {
+            for (int i = this->work().tile.run_end - this->work().tile.run_begin; i-- > 0;) {
+                const Tile& tile = this->work().tile;
+                load_run(params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i]);
+            }
         }
     }
 
@@ -131,19 +136,55 @@ private:
         }
     }
 
-    __device__ __forceinline__ void load_block(const Run& run, int col_end, const Visit& visit, bool is_masked) {
+    // Of a block map, where query heads have tiles of their own.
+    __device__ __forceinline__ const Tile& tile_of_head(const TileOfHead& work, int group) const {
+        return params_.tiles[(work.qhead + group) * params_.tiles_of_head + work.tile_index];
+    }
+
+    __device__ __forceinline__ int num_mapped_blocks(const TileOfHead& work) const {
+        int sum = 0;
+#pragma unroll 1
+        for (int group = 0; group < work.num_qheads; ++group) {
+            const Tile& tile = tile_of_head(work, group);
+            sum += tile.run_begin < tile.run_end ? params_.runs[tile.run_begin].num_blocks : 0;
+        }
+        return sum;
+    }
+
+    // Head by head, the one run of each.
+    __device__ __forceinline__ void load_mapped() {
+#pragma unroll 1
+        for (int group = 0; group < work().num_qheads; ++group) {
+            const Tile& tile = tile_of_head(work(), group);
+            if (tile.run_begin == tile.run_end) {
+                continue;
+            }
+            const Run& run = params_.runs[tile.run_begin];
+            MapWalk<Config::kBlockCols, kLines> walk(run, params_.map_words);
+#pragma unroll 1
+            for (int left = run.num_blocks; left > 0; --left) {
+                const MappedBlock block = walk.next();
+                const bool is_masked =
+                    work().is_short(Config::kTileRows) || block.col + Config::kBlockCols > run.col_end;
+                load_block(run, run.col_end, {block.col, group}, is_masked, block.lines);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_block(const Run& run, int col_end, const Visit& visit, bool is_masked,
+                                               uint32_t lines = 0) {
         uint64_t& q_full = smem_.q_full[block_.slot];
         Block& block = smem_.blocks[block_.slot];
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
         block.first = visit.col;
         block.end = col_end;
-        block.head = work().qhead + visit.group;
+        const int head = work().qhead + visit.group;
+        block.head_and_lines = Config::kMapLines > 1 ? Block::with_lines(head, lines) : head;
         block.mask_row = is_masked ? work().tile.row_begin : kNoMask;
         const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
-        load_for_all<0>(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
-        tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0,
-                    block.head);
+        load_for_all<0>(smem_.q[block_.slot], params_.q, q_full, visit.col, head);
+        tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0, head);
         if (is_masked) {
             cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
         }
@@ -152,7 +193,7 @@ private:
         uint64_t& dout_full = smem_.dout_full[dout.slot];
         mbarrier_wait(smem_.dout_empty[dout.slot], dout.phase ^ 1);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
-        load_for_all<1>(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, block.head);
+        load_for_all<1>(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, head);
         block_.advance();
         ++num_blocks_;
     }
@@ -189,6 +230,9 @@ private:
             }
         }
     }
+
+    static constexpr bool kIsMapped = Config::kMapLines > 0;
+    static constexpr int kLines = kIsMapped ? Config::kMapLines : 1;
 
     // The tile that is being loaded.
     __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[smem_.kv_phase ^ 1]; }

@@ -13,12 +13,18 @@ struct alignas(16) KeyBlock {
     Run run;   // only at an edge of the run, where a row may not see every column
     int first;
     uint32_t is_edge;
+    uint32_t lines;   // of a block map: the bits of the warpgroups that see it, where each has a line of its own
 };
 
 // What a warpgroup sees of a block, of whose tile it has `kRows` rows; the same to all lanes of a warp.
 template <class Config, bool kHasStairs, class TileRows>
 __device__ __forceinline__ Visibility visibility_of_block(const KeyBlock& block, const typename Config::Params& params,
                                                           const TileRows& tile, int warpgroup) {
+    if constexpr (Config::kMapLines > 1) {
+        if (!__any_sync(0xffffffff, block.lines >> warpgroup & 1)) {
+            return kNothing;
+        }
+    }
     if (!__any_sync(0xffffffff, block.is_edge)) {
         return kAll;
     }

@@ -9,11 +9,12 @@
 namespace ffa {
 
 struct Schedule {
-    const Tile* tiles;   // [num_tiles]
+    const Tile* tiles;   // [num_tiles], of each head behind one another where heads have masks of their own
     int* ticket;         // [1], zero at launch; unused where every block has one item at most
     int num_tiles;
     int num_heads;
     int heads_per_section;   // divides num_heads
+    int tiles_of_head;       // from the tiles of a head to those of the next one: 0 where all have the same
 };
 
 struct WorkItem {

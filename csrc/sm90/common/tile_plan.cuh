@@ -40,7 +40,8 @@ struct alignas(8) Edges {
 constexpr int kLanes = 4;
 
 // Row r in [row_begin, row_end) sees the columns max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi); if there
-// is a lane, what its edges there say; if there are bits, what they show of the columns (bits.cuh).
+// is a lane, what its edges there say; if there are bits, what they show of the columns (bits.cuh). A run of a block
+// map has at `bits` its first word, and `num_blocks` of its blocks are seen (block_map.cuh).
 struct alignas(16) Run {
     int row_begin, row_end, col_begin, col_end;
     int diag_lo, diag_hi, first, num_blocks;

@@ -16,7 +16,7 @@ constexpr int kMaxConsumers = 3;
 
 template <class Element_, int kCols_, int kColsOfV_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
           int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_,
-          bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_, class Score_>
+          bool kHasBits_, int kMapLines_, bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_, class Score_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kCols = kCols_;         // of Q and K
@@ -31,6 +31,8 @@ struct ForwardConfig {
     static constexpr bool kHasSoftcap = kHasSoftcap_;
     static constexpr bool kHasStairs = kHasStairs_;   // whose rows look up what they see: 1 to 3 % for all others
     static constexpr bool kHasBits = kHasBits_;       // a run may be of a bit block
+    // Runs are of a block map, with one line for a tile or one for each warpgroup; 0 if they are not.
+    static constexpr int kMapLines = kMapLines_;
     static constexpr bool kHasRemoteKeys =
         kHasRemoteKeys_;                                    // in tensors of their own, whose maps the producer chooses
     static constexpr bool kIsEarly = kIsEarly_;             // begins before they are there
@@ -63,6 +65,8 @@ struct ForwardConfig {
 
     static_assert(kHasRemoteKeys || !kIsEarly, "they are what is waited for");
     static_assert(!(kHasBits && kIsEarly), "remote keys have no bits");
+    static_assert(kMapLines <= 1 || kMapLines == kConsumers, "each warpgroup has a line, or all have one");
+    static_assert(kMapLines == 0 || !(kHasBits || kHasStairs || kHasRemoteKeys), "a map says all that is seen");
     static_assert(!(kHasScore && (kHasSoftcap || kIsEarly)), "a score program has the caps, and no remote keys");
     static_assert(kHasStairs || !kHasBits, "where there is room for bits, there is for stairs beside them");
     static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kWarpgroupDone");

@@ -22,7 +22,10 @@ public:
     __device__ __forceinline__ explicit Items(const ForwardParams& params)
         : Scheduler(params.schedule), params_(params) {}
 
-    __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
+    __device__ __forceinline__ Tile tile(const WorkItem& item) const {
+        const int first = Config::kMapLines > 0 ? item.head * params_.schedule.tiles_of_head : 0;
+        return params_.schedule.tiles[first + item.tile];
+    }
 
     __device__ __forceinline__ SplitOfTile split(const WorkItem& item) const {
         return {params_.split_shifts ? params_.split_shifts[item.tile] : 0, 0};

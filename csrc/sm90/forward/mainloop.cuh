@@ -57,7 +57,7 @@ private:
             out[i] = 0.f;
         }
 
-        if (!__any_sync(0xffffffff, tile.row_begin + warpgroup_ * Config::kRows < tile.row_end)) {
+        if (!kSkipsAhead && !__any_sync(0xffffffff, tile.row_begin + warpgroup_ * Config::kRows < tile.row_end)) {
             while (next_block(tile) != kEnd) {
                 skip_block();
             }
@@ -67,6 +67,7 @@ private:
             release_q();   // of the previous tile
         }
         while (sees != kEnd) {
+            begin_stretch();
             if (sees == kNothing) {
                 skip_block();
                 sees = next_block(tile);
@@ -87,7 +88,7 @@ private:
             float sum[2];
             rescale_and_exponentiate(scores, probs, sum, out, softmax);
             softmax.add(sum);
-            sees = next;
+            sees = move_on(next);
 
             while (sees == kPartial || sees == kAll) {
                 wait_for_v(is_v_there);
@@ -109,13 +110,14 @@ private:
                 wgmma_wait_group<0>();
                 pin(out);
                 release_v();
+                drop_skipped();
                 is_v_there = test_v();
                 softmax.exponentiate<Element, kFirstScores, kScores>(scores, probs, sum);
                 if (softmax.has_unseen_rows() || !softmax.fits(sum)) {
                     rescale_and_exponentiate(scores, probs, sum, out, softmax);
                 }
                 softmax.add(sum);
-                sees = next;
+                sees = move_on(next);
             }
 
             wait_for_v(is_v_there);
@@ -124,6 +126,8 @@ private:
             pin(out);
             release_v();
         }
+
+        begin_stretch();   // of no block: what was skipped at the end is released
 
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
@@ -239,6 +243,9 @@ private:
 
     // Waits for the next block of the tile, if there is one, and tells what this warpgroup sees of it.
     __device__ __forceinline__ Visibility next_block(const TileOfHead& tile) {
+        if constexpr (kSkipsAhead) {
+            return next_seen_block(tile);
+        }
         if (left_ == 0) {
             return kEnd;
         }
@@ -247,6 +254,61 @@ private:
         const KeyBlock& block = smem_.blocks[k_.slot];
         k_.advance();
         return visibility_of_block<Config, Config::kHasStairs>(block, params_, tile, warpgroup_);
+    }
+
+    // Where warpgroups see different blocks, those that this one does not see leave its pipeline as it is: it releases
+    // their keys at once, and their values behind those in front of them. It looks no further than the producer gets
+    // while that is in work which it holds.
+    static constexpr bool kSkipsAhead = Config::kMapLines > 1;
+    static constexpr int kMostAhead = Config::kVStages < Config::kKStages ? Config::kVStages : Config::kKStages - 1;
+
+    __device__ __forceinline__ Visibility next_seen_block(const TileOfHead& tile) {
+        Visibility sees = kEnd;
+        while (left_ > 0) {
+            --left_;
+            ++ahead_;
+            mbarrier_wait_together(smem_.k_full[k_.slot], k_.phase);
+            upcoming_ = k_;
+            k_.advance();
+            sees = visibility_of_block<Config, Config::kHasStairs>(smem_.blocks[upcoming_.slot], params_, tile,
+                                                                   warpgroup_);
+            if (sees != kNothing || ahead_ >= kMostAhead) {
+                break;
+            }
+            release(smem_.k_empty[upcoming_.slot], lane_);
+            ++skipped_;
+            sees = kEnd;
+        }
+        return sees;
+    }
+
+    // The next block becomes that in work: what is skipped from now on lies behind it.
+    __device__ __forceinline__ Visibility move_on(Visibility next) {
+        if constexpr (kSkipsAhead) {
+            in_front_ = skipped_;
+            skipped_ = 0;
+        }
+        return next;
+    }
+
+    // Nothing is in work in front of the next block.
+    __device__ __forceinline__ void begin_stretch() {
+        if constexpr (kSkipsAhead) {
+            in_front_ += skipped_;
+            skipped_ = 0;
+            drop_skipped();
+            scored_ = upcoming_;
+        }
+    }
+
+    // Releases the values of what was skipped in front of the block in work.
+    __device__ __forceinline__ void drop_skipped() {
+        if constexpr (kSkipsAhead) {
+            for (; in_front_ > 0; --in_front_) {
+                wait_for_v(false);
+                release_v();
+            }
+        }
     }
 
     __device__ __forceinline__ bool test_v() {
@@ -275,10 +337,19 @@ private:
 
     __device__ __forceinline__ void release_k(uint32_t zero = 0) {
         release(smem_.k_empty[scored_.slot + zero], lane_);
-        scored_.advance();
+        if constexpr (kSkipsAhead) {
+            scored_ = upcoming_;
+        } else {
+            scored_.advance();
+        }
     }
 
-    __device__ __forceinline__ void release_v() { release(smem_.v_empty, v_, lane_); }
+    __device__ __forceinline__ void release_v() {
+        release(smem_.v_empty, v_, lane_);
+        if constexpr (kSkipsAhead) {
+            --ahead_;
+        }
+    }
 
     // Every warpgroup releases every buffer, in order, also those it does not use.
     __device__ __forceinline__ void skip_block() {
@@ -304,6 +375,12 @@ private:
     Position<Config::kKStages> scored_;   // of the block in work
     Position<Config::kVStages> v_;
     int left_ = 0;   // blocks of the tile
+
+    // Only where a warpgroup skips blocks.
+    Position<Config::kKStages> upcoming_;   // of the block that was looked at last
+    int ahead_ = 0;                         // blocks looked at whose values are not released
+    int in_front_ = 0;                      // of these, those skipped in front of the block in work
+    int skipped_ = 0;                       // and those behind it
 };
 
 }   // namespace ffa::forward

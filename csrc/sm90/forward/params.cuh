@@ -17,11 +17,14 @@ struct ForwardParams {
     float* lse;        // [nheads_q, total_q]
     float* wide_out;   // fp32 [rows, nheads_q, head_dim_v], contiguous: instead of `out_rows`, for splits; or null
     float* wide_lse;   // [nheads_q, wide_rows]
-    const float* prior_out;    // attention over other keys, to be merged with splits: as `wide_out`; or null
-    const float* prior_lse;    // as `wide_lse`
-    long long wide_rows;       // a head has in `wide_lse` or `prior_lse`
-    const Run* runs;           // [num_runs]
-    const Edges* edges;        // [total_q, kLanes], or nothing
+    const float* prior_out;   // attention over other keys, to be merged with splits: as `wide_out`; or null
+    const float* prior_lse;   // as `wide_lse`
+    long long wide_rows;      // a head has in `wide_lse` or `prior_lse`
+    const Run* runs;          // [num_runs]
+    union {
+        const Edges* edges;          // [total_q, kLanes], or nothing
+        const uint32_t* map_words;   // of a block map
+    };
     const int* split_shifts;   // [num_tiles]: rows from a split's own row to its row in `wide_out` or `prior_out`,
                                // kNotASplit for the other tiles; null where all are splits that lie at their own rows
     Schedule schedule;

@@ -2,6 +2,7 @@
 // V, and says what is to be seen.
 #pragma once
 
+#include "common/block_map.cuh"
 #include "common/key_loader.cuh"
 #include "common/pipeline.cuh"
 #include "forward/config.cuh"
@@ -88,7 +89,11 @@ public:
             if (begin == RunsOfHead::kNoMoreWork) {
                 break;
             }
-            load_runs(begin, smem_.runs.end, smem_.runs.kv_head);
+            if constexpr (Config::kMapLines > 0) {
+                load_mapped(params_.runs[begin], smem_.runs.kv_head);
+            } else {
+                load_runs(begin, smem_.runs.end, smem_.runs.kv_head);
+            }
         }
     }
 
@@ -121,6 +126,25 @@ private:
                 previous_col = col;
                 col += Config::kBlockCols;
             }
+        }
+        load_v(previous_col, kv_head);
+    }
+
+    // The one run of a tile, of a block map. Its last block may be short.
+    __device__ __forceinline__ void load_mapped(const Run& run, int kv_head) {
+        MapWalk<Config::kBlockCols, Config::kMapLines> walk(run, params_.map_words);
+        int previous_col = kNoColumn;
+        for (int left = run.num_blocks; left > 0; --left) {
+            if (left == kBlocksAhead || (left == run.num_blocks && left < kBlocksAhead)) {
+                mbarrier_arrive(smem_.runs_empty);
+            }
+            const MappedBlock block = walk.next();
+            const bool is_edge = block.col + Config::kBlockCols > run.col_end;
+            load_k(block.col, kv_head, is_edge ? &run : nullptr, block.lines);
+            if (previous_col != kNoColumn) {
+                load_v(previous_col, kv_head);
+            }
+            previous_col = block.col;
         }
         load_v(previous_col, kv_head);
     }

@@ -7,23 +7,14 @@
 //
 // The last thread block to end reports what is wrong, and then empties the slices of the mask.
 #include "common/block.cuh"
+#include "common/block_list.cuh"
 
 namespace ffa {
 
-using Int = long long;
 using Bits = unsigned long long;
 
 constexpr int kChunk = 1024;   // kv blocks looked at together
 constexpr int kWords = kChunk / 32;
-
-// The kv blocks of one kind that each q block looks at.
-struct BlockList {
-    const int* num_blocks;   // [batch, heads, q blocks]; null: there are none
-    const int* indices;      // [batch, heads, q blocks, columns]
-    Int num_blocks_strides[3];
-    Int indices_strides[4];
-    int num_heads, num_columns;
-};
 
 struct BlockListsParams {
     const int*

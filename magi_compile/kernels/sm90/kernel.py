@@ -13,8 +13,10 @@ from magi_compile.kernels.heuristics import (
     HOPPER_HEAD_DIMS,
     hopper_head_dim,
     is_between_hopper_head_dims,
+    map_lines,
     plan_tiles,
 )
+from magi_compile.kernels.mapped import map_refusals
 from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.plan import Plan
 from magi_compile.kernels.scored import refusals_of_atomics, refuse_atomics
@@ -23,15 +25,20 @@ from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
 from magi_compile.kernels.sm90.forward.overlap import EarlyForward, EarlyPlan, early_plan
 from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_splits
+from magi_compile.kernels.sm90.planner.block_map import plan_of_lists
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
 from magi_compile.kernels.sm90.scores.source import score_source
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.block_map import ListShape
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
+_NO_ORDER = "sums up dq of block lists in any order"
+
 
 class HopperKernel:
-    """Warp-specialised attention for sm_90a; see `Kernel`, `ScoredKernel`,
+    """Warp-specialised attention for sm_90a; see `Kernel`, `ScoredKernel`, `MappedKernel`,
     `EarlyKernel` and `PhasedKernel` for the interface.
 
     dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when remote keys
@@ -58,6 +65,8 @@ class HopperKernel:
                 "needs a head_dim and a head_dim_v that are multiples of 8 from 8 to "
                 f"{HOPPER_HEAD_DIMS[-1]}, got {dims[0]} and {dims[1]}"
             )
+        if problem.block_map is not None and torch.are_deterministic_algorithms_enabled():
+            reasons.append(f"{_NO_ORDER}, which torch.use_deterministic_algorithms(True) forbids")
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:
@@ -80,7 +89,13 @@ class HopperKernel:
         return Plan(tiles, plan.q_walk, plan.k_walk, splits)
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
-        return plan_tiles(problem), problem.nheads_q
+        return plan_tiles(problem), problem.nheads_q, problem.block_map, map_lines(problem)
+
+    def list_refusals(self, shape: ListShape) -> list[str]:
+        return map_refusals(shape)
+
+    def plan_lists(self, lists: BlockLists, shape: ListShape, problem: AttnProblem) -> Plan:
+        return plan_of_lists(lists, shape, problem)
 
     def forward(
         self,
@@ -177,6 +192,8 @@ class HopperKernel:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         refuse_atomics(score, deterministic)
+        if problem.block_map is not None and deterministic:
+            raise NotImplementedError(f"the kernel {_NO_ORDER}, and was asked to be deterministic")
         q_walk, k_walk = plan.walks(plan_tiles(problem))
         return backward(
             *(grads, saved, k_walk, problem),

@@ -20,7 +20,8 @@ def _ints(*names: str) -> dict[str, object]:
 
 SCHEDULE = Struct(
     "Schedule",
-    _addresses("tiles", "ticket") | _ints("num_tiles", "num_heads", "heads_per_section"),
+    _addresses("tiles", "ticket")
+    | _ints("num_tiles", "num_heads", "heads_per_section", "tiles_of_head"),
 )
 FORWARD = Struct(
     "forward::ForwardParams",
@@ -125,7 +126,7 @@ BACKWARD = Struct(
     | _addresses("dk_rows", "dv_rows")
     | {"dq": DQ_ITEMS, "visits": DQ_VISITS}
     | _addresses("dq_progress", "runs", "edges")
-    | {"qhead_per_kvhead": INT, "scale_log2": FLOAT, "cap_scale": FLOAT}
+    | {"qhead_per_kvhead": INT, "scale_log2": FLOAT, "cap_scale": FLOAT, "tiles_of_head": INT}
     | {"tiles": ADDRESS, "agenda": AGENDA},
 )
 PREPROCESS = Struct(
@@ -157,7 +158,8 @@ def table_gradients_params(num_words: int, num_sums: int) -> Struct:
     )
 
 
-# masks/mask_slices.cuh, masks/mask_slices.cu, masks/block_lists.cu, masks/mask_bits.cuh, masks/mask_bits.cu
+# masks/mask_slices.cuh, masks/mask_slices.cu, planner/block_map.cu, masks/block_lists.cu, masks/mask_bits.cuh,
+# masks/mask_bits.cu
 
 MASK_SLICES = Struct(
     "MaskSlicesParams",
@@ -170,6 +172,20 @@ BLOCK_LIST = Struct(
     _addresses("num_blocks", "indices")
     | {"num_blocks_strides": (LONG, 3), "indices_strides": (LONG, 4)}
     | _ints("num_heads", "num_columns"),
+)
+MAPPED_WALK = Struct(
+    "MappedWalk",
+    _addresses("tiles", "runs", "words")
+    | _ints("tile_rows", "block_cols", "num_lines", "num_tiles", "num_words")
+    | _ints("total_rows", "total_cols", "is_sorted"),
+)
+BLOCK_MAP = Struct(
+    "BlockMapParams",
+    {"lists": (BLOCK_LIST, 2)}
+    | _addresses("broken", "num_done", "counts")
+    | {"flags": (ADDRESS, 2)}
+    | _ints("batch", "heads", "block_rows", "block_keys", "num_q", "num_k", "list_words", "unused")
+    | {"walks": (MAPPED_WALK, 2)},
 )
 BLOCK_LISTS = Struct(
     "BlockListsParams",

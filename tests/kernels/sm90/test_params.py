@@ -19,6 +19,7 @@ from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
 from magi_compile.kernels.sm90.masks.bits_source import bits_source
 from magi_compile.kernels.sm90.masks.mask_graph import mask_graph
 from magi_compile.kernels.sm90.masks.source import mask_source
+from magi_compile.kernels.sm90.planner import block_map
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import nvrtc
 from magi_compile.masks import MaskProgram
@@ -48,6 +49,7 @@ SOURCES = [
         mask_slices.mask_variant(PROGRAM),
     ),
     (params.BLOCK_LISTS, mask_slices.lists_variant()),
+    (params.BLOCK_MAP, block_map.block_map_variants()[0]),
     (
         params.mask_mod_params(MASK_MOD.num_words + len(MASK_MOD.checks) + 1),
         mask_bits.bits_variant(MASK_MOD, None),

@@ -10,6 +10,7 @@ from magi_compile.kernels.sm90.forward import launch as forward
 from magi_compile.kernels.sm90.forward import overlap as early
 from magi_compile.kernels.sm90.forward import split_kv
 from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
+from magi_compile.kernels.sm90.planner import block_map
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, Struct
@@ -37,10 +38,10 @@ def install(monkeypatch) -> list[bytes]:
 def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> None:
     """The host's code finds a GPU of `num_sms` SMs, which is this CPU, and these functions in place of the driver's."""
     clear_caches()
-    launching = (forward, split_kv, early, backward, gradients, planner, mask_slices, mask_bits)
-    for module in launching:
+    attention = (forward, split_kv, early, backward, gradients)
+    for module in (*attention, planner, block_map, mask_slices, mask_bits):
         monkeypatch.setattr(module, "load_function", load_function)
-    for module in (forward, split_kv, early, backward, gradients):
+    for module in attention:
         monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
     monkeypatch.setattr(backward, "l2_bytes", lambda device: 50 * 2**20)
     monkeypatch.setattr(mask_slices, "max_resident_blocks", lambda *_: num_sms)
@@ -54,8 +55,9 @@ def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> 
 
 def clear_caches() -> None:
     """What was prepared for another GPU is forgotten."""
-    for cached in (forward._call, split_kv._call, planner._call, early._call, backward._prepared):
-        cached.cache_clear()
+    for module in (forward, split_kv, planner, block_map, early):
+        module._call.cache_clear()
+    backward._prepared.cache_clear()
     mask_slices._prepared.clear()
     mask_bits._prepared.clear()
 

@@ -21,6 +21,7 @@ struct TableGradientsConfig {
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasBits = kHasBits_;   // a run may be of a bit block
+    static constexpr int kMapLines = 0;           // no run is of a block map
     using Score = Score_;                         // made from a score program
 
     static constexpr int kWarpgroup = 128;

@@ -49,7 +49,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
 from magi_compile.kernels.sm90.scores.arguments import ScoreArguments
 from magi_compile.kernels.sm90.scores.gradients import GradientsPlaces, table_gradients_launch
-from magi_compile.plan.tiles import Walk
+from magi_compile.plan.tiles import TILE_FIELDS, Walk
 from magi_compile.score.program import ScoreCall
 
 _ROWS = torch.contiguous_format
@@ -84,6 +84,10 @@ class _Pass:
     def __init__(self, shape: _Shape):
         problem = self._problem = shape.problem
         self._shape = shape
+        # Of a block map, the agenda is that of a mean head, whose tiles lie behind those of all.
+        heads = 0 if problem.block_map is None else problem.block_map.heads
+        self._first_mean_tile = shape.num_tiles * heads
+        self._tiles_of_head = shape.num_tiles if heads > 1 else 0
         source = None if shape.score is None else shape.score.source
         self._config = backward_config(problem, keeps_slopes=keeps_slopes(source))
         self._num_sms = num_sms(shape.device_index)
@@ -93,7 +97,9 @@ class _Pass:
         self._grid = min(shape.num_tiles * problem.nheads_q, places)
         self._section_heads = backward_sections(problem, shape.num_tiles, places)
         cache = l2_bytes(shape.device_index)
-        self._passes = backward_passes(problem, shape.num_tiles, self._section_heads, places, cache)
+        self._passes = backward_passes(
+            *(problem, shape.total_q, shape.num_tiles, self._section_heads, places, cache)
+        )
         if shape.deterministic or shape.num_tiles > _MOST_TILES_HANDED_ON:
             self._passes = BackwardPasses()
         padded_q = _padded(shape.total_q)
@@ -166,7 +172,7 @@ class _Pass:
     def _agenda_writer(self) -> dict[str, Any]:
         places, passes = self._scratch, self._passes
         return {
-            "tiles": Pointer(_TILES),
+            "tiles": Pointer(_TILES, self._first_mean_tile * len(TILE_FIELDS) * 4),
             "runs": Pointer(_RUNS),
             "agenda": self._agenda(),
             "scratch": _in_scratch(places.workspace),
@@ -260,6 +266,7 @@ class _Pass:
             edges=Pointer(_EDGES),
             qhead_per_kvhead=problem.qhead_per_kvhead,
             **scale_fields(problem),
+            tiles_of_head=self._tiles_of_head,
             tiles=Pointer(_TILES),
             agenda=self._agenda(),
         )
@@ -290,6 +297,12 @@ def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> 
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     return _Pass(_Shape(layouts, problem, *rest))
+
+
+def _tiles_of_head(tiles: Tensor, problem: AttnProblem) -> int:
+    """How many tiles of a walk each head has: of a block map, those of its heads lie behind one another, and then those
+    of a mean head."""
+    return int(tiles.shape[0]) // (1 if problem.block_map is None else problem.block_map.heads + 1)
 
 
 def _in_scratch(offset: int) -> Pointer:
@@ -359,7 +372,7 @@ def _given(
     """The buffers up to the turns, as kernels can read them, and what their layouts need; see `BackwardPass`.
     `saved` are q, out and lse."""
     (dout, dlse), (q, out, lse), (tiles, runs, edges) = grads, saved, walk
-    rest = (tiles.shape[0], dlse is not None, score)
+    rest = (_tiles_of_head(tiles, problem), dlse is not None, score)
     (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *rest)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()

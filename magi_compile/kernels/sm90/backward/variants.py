@@ -14,6 +14,7 @@ from magi_compile.kernels.heuristics import (
     backward_config,
     hopper_head_dim,
     is_between_hopper_head_dims,
+    map_lines,
 )
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, score_defines, score_headers
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
@@ -50,12 +51,15 @@ def backward_variants(
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
+        "FFA_MAP_LINES": map_lines(problem).k,
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
         "FFA_ROUNDS_DQ": str(rounds_dq(config, deterministic)).lower(),
         **score_defines(score),
     }
     main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
-    may_spill = score is not None or is_between_hopper_head_dims(problem)
+    # The producer of a cluster has few registers for the words of a block map.
+    has_words = problem.block_map is not None and config.num_ctas > 1
+    may_spill = score is not None or has_words or is_between_hopper_head_dims(problem)
     return (
         _variant(
             "backward/preprocess.cu",

@@ -15,6 +15,7 @@ from magi_compile.kernels.heuristics import (
     forward_config,
     heads_per_section,
     is_between_hopper_head_dims,
+    map_lines,
 )
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.sm90.params import FORWARD, params_of
@@ -77,6 +78,7 @@ def forward_variant(
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
         "FFA_HAS_STAIRS": str(has_stairs or problem.has_bits).lower(),
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
+        "FFA_MAP_LINES": map_lines(problem).q,
         "FFA_HAS_REMOTE_KEYS": str(is_early or config.always_takes_remote_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
         "FFA_HAS_MAX_SCORES": str(problem.has_max_scores).lower(),
@@ -144,7 +146,10 @@ def forward(
         return merge_prior(nothing_seen(q, v), prior, out_dtype)
     priors = [x.contiguous() for x in prior] if prior else [None, None]
     program, tables = given_score(score, problem, q, k)
-    shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype, program)
+    has_map = problem.block_map is not None
+    num_tiles = walk.tiles.shape[0] // (problem.block_map.heads if problem.block_map else 1)
+    has_stairs = walk.edges.shape[0] > 0 and not has_map
+    shapes = (num_tiles, has_stairs, prior is not None, out_dtype, program)
     with on_device(q.device):
         qkv, call = routed(_call, qkv, problem, *shapes)
         out, lse, *_ = call.run([*qkv, *walk, *priors, bits, max_scores], q.device, tables)
@@ -314,7 +319,9 @@ def scale_fields(problem: AttnProblem) -> dict[str, float]:
 
 def schedule_of(problem: AttnProblem, total_k: int, num_tiles: int, sms: int) -> dict[str, Any]:
     """The fields of a Schedule besides addresses."""
+    has_own_tiles = problem.block_map is not None and problem.block_map.heads > 1
     return {
+        "tiles_of_head": num_tiles if has_own_tiles else 0,
         "num_tiles": num_tiles,
         "num_heads": problem.nheads_q,
         "heads_per_section": heads_per_section(problem, total_k, num_tiles, sms),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
+from magi_compile.kernels.sm90.masks.list_fields import check_lists, list_fields
 from magi_compile.kernels.sm90.masks.source import ELEMENTS, MaskSource, mask_source
 from magi_compile.kernels.sm90.params import BLOCK_LISTS, mask_program_params
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
@@ -297,7 +298,10 @@ def _lists_launch(
     blocks.check_heads(sizes.heads.q)
     kinds: dict[str, dict[str, Any]] = {}
     for number, (name, kind) in enumerate(itertools.zip_longest(("partial", "full"), blocks.kinds)):
-        kinds[name] = _list_fields(kind, first_buffer + 2 * number, sizes, num_q, device)
+        if kind is not None:
+            check_lists(kind, sizes.batch, device)
+        layouts = kind and [(x.shape, x.stride()) for x in broadcast(kind, num_q)]
+        kinds[name] = list_fields(layouts, first_buffer + 2 * number, sizes.batch)
     params = BLOCK_LISTS.pack(
         **fields,
         flags=flag_addresses(device, [HOLDS_ALL, IS_FULL]),
@@ -309,37 +313,6 @@ def _lists_launch(
     shared_bytes = _LISTS_THREADS // 32 * 4
     num_blocks = sizes.of_mask.entries * num_q
     return Launch(function, num_blocks, _LISTS_THREADS, params, shared_bytes=shared_bytes)
-
-
-def _list_fields(
-    kind: tuple[Tensor, Tensor] | None,
-    buffer: int,
-    sizes: Sizes,
-    num_q: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """The fields of a BlockList."""
-    if kind is None:
-        nothing = {"num_blocks_strides": (0,) * 3, "indices_strides": (0,) * 4}
-        return {"num_blocks": None, "indices": None, **nothing, "num_heads": 1, "num_columns": 0}
-    batch = sizes.batch
-    for x in kind:
-        if x.device != device or x.shape[0] not in (1, batch):
-            raise ValueError(
-                f"`block_mask` must have lists of 1 or {batch} batch entries on {device}, "
-                f"got {x.shape[0]} on {x.device}"
-            )
-    num_blocks, indices = broadcast(kind, num_q)
-    _, num_heads, _, num_columns = indices.shape
-    return {
-        "num_blocks": Pointer(buffer),
-        "indices": Pointer(buffer + 1),
-        # Lists of one batch entry are those of all entries.
-        "num_blocks_strides": num_blocks.expand(batch, -1, -1).stride(),
-        "indices_strides": indices.expand(batch, -1, -1, -1).stride(),
-        "num_heads": num_heads,
-        "num_columns": num_columns,
-    }
 
 
 def _table_words(source: MaskSource, tables: Sequence[Tensor]) -> Iterator[int | Pointer]:

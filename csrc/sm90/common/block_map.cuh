@@ -1,0 +1,72 @@
+// A run of a block map: which blocks of columns the rows of a tile see, by bits. `magi_compile/plan/block_map.py` says
+// what lies where. A block is seen by all rows that a line of bits is for, or by none: no pair is asked.
+#pragma once
+
+#include "common/tile_plan.cuh"
+
+namespace ffa {
+
+constexpr int kBlocksOfWord = 32;
+
+// The block that a walk is at, and by the bits of which lines it is seen.
+struct MappedBlock {
+    int col;
+    unsigned lines;
+};
+
+// The walk over a run of a map, in the order of columns, of blocks that some of the `kLines` lines of a tile see.
+template <int kBlockCols, int kLines>
+class MapWalk {
+public:
+    __device__ __forceinline__ MapWalk(const Run& run, const unsigned* words)
+        : words_(words + run.bits), stride_(num_words(run)), col_(run.first) {
+        load();
+    }
+
+    // There is one: who asks counts.
+    __device__ __forceinline__ MappedBlock next() {
+        unsigned some = any();
+        while (some == 0) {
+            ++words_;
+            col_ += kBlocksOfWord * kBlockCols;
+            load();
+            some = any();
+        }
+        const int number = __ffs(some) - 1;
+        MappedBlock block{col_ + number * kBlockCols, 0};
+#pragma unroll
+        for (int line = 0; line < kLines; ++line) {
+            block.lines |= (left_[line] >> number & 1) << line;
+            left_[line] &= ~(1u << number);
+        }
+        return block;
+    }
+
+private:
+    __device__ __forceinline__ static int num_words(const Run& run) {
+        return (run.col_end - run.first + kBlocksOfWord * kBlockCols - 1) / (kBlocksOfWord * kBlockCols);
+    }
+
+    __device__ __forceinline__ void load() {
+#pragma unroll
+        for (int line = 0; line < kLines; ++line) {
+            left_[line] = words_[line * stride_];
+        }
+    }
+
+    __device__ __forceinline__ unsigned any() const {
+        unsigned some = left_[0];
+#pragma unroll
+        for (int line = 1; line < kLines; ++line) {
+            some |= left_[line];
+        }
+        return some;
+    }
+
+    const unsigned* words_;
+    int stride_;   // from line to line
+    int col_;      // of the first block of these words
+    unsigned left_[kLines];
+};
+
+}   // namespace ffa

@@ -1,0 +1,89 @@
+"""Block lists without slices: the protocol of kernels that walk them, beside `base.Kernel`, and the sizes of plans."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import map_lines, plan_tiles
+from magi_compile.kernels.plan import BlockMap, Plan, PlanLayout, shape_of, strides_of
+from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.plan.block_map import ListShape, MapWalkShape
+
+LISTS_AT_ONCE = (
+    32  # as in csrc/sm90/planner/block_map.cu, of which a thread block has them in shared memory
+)
+_MOST_SHARED_BYTES = 48 * 1024
+
+
+@runtime_checkable
+class MappedKernel(Protocol):
+    """A kernel whose forward and backward take a plan of block lists, of a problem with a `block_map`."""
+
+    def list_refusals(self, shape: ListShape) -> list[str]:
+        """Every reason why this kernel cannot walk lists of `shape`, of lengths that may be SymInts; empty when it
+        can."""
+        ...
+
+    def plan_lists(self, lists: BlockLists, shape: ListShape, problem: AttnProblem) -> Plan:
+        """The plan of `lists`. On a GPU nothing waits for the device."""
+        ...
+
+
+def block_map_of(shape: ListShape) -> BlockMap:
+    """The kind of a map of lists of `shape`."""
+    rows, keys = (128 if size % 128 == 0 else 64 for size in (shape.block_rows, shape.block_keys))
+    return BlockMap(shape.heads, rows, keys)
+
+
+def walk_shapes(shape: ListShape, problem: AttnProblem) -> tuple[MapWalkShape, MapWalkShape]:
+    """The walks by queries and by keys of lists of `shape`, for the kernels of `problem`."""
+    tiles, lines = plan_tiles(problem), map_lines(problem)
+    return (
+        MapWalkShape(shape, False, tiles.q_tile_rows, tiles.q_block_cols, lines.q),
+        MapWalkShape(shape, True, tiles.k_tile_rows, tiles.k_block_cols, lines.k),
+    )
+
+
+def layout_of(walks: tuple[MapWalkShape, MapWalkShape]) -> PlanLayout:
+    """The places of the walks in a packed plan; of lengths that may be SymInts."""
+    q_counts, k_counts = ((x.num_listed, x.num_listed, x.num_edges) for x in walks)
+    return PlanLayout(*q_counts, 0, *k_counts)
+
+
+def map_refusals(shape: ListShape) -> list[str]:
+    """Every reason why a plan cannot be made of lists of `shape`; empty when it can. Of lengths that are SymInts,
+    nothing is asked but what a batch of several entries needs."""
+    if any(size % 64 for size in (shape.block_rows, shape.block_keys)):
+        return [f"needs blocks of multiples of 64, got {shape.block_rows} x {shape.block_keys}"]
+    lengths = shape.seqlen_q, shape.seqlen_k
+    if not isinstance(shape.batch, int) or (
+        shape.batch > 1 and not all(isinstance(x, int) for x in lengths)
+    ):
+        return ["needs static lengths for several batch entries"]
+    if shape.batch > 1 and any(x % 16 for x in lengths):
+        return [
+            f"needs lengths of multiples of 16 for several batch entries, got {lengths[0]} and {lengths[1]}"
+        ]
+    if not all(isinstance(x, int) for x in lengths):
+        return []
+    tiles = shape.batch * -(-max(lengths) // 128)
+    if 4 * max(LISTS_AT_ONCE * words_of(shape.num_k), tiles) > _MOST_SHARED_BYTES:
+        return [f"has no room for lists of {shape.num_k} blocks, or for {tiles} tiles of a head"]
+    return []
+
+
+def fake_plan_of_lists(lists: BlockLists, shape: ListShape, problem: AttnProblem) -> list[Tensor]:
+    """The packed plan of fake lists, whose lengths may be SymInts."""
+    layout = layout_of(walk_shapes(shape, problem))
+    memory = lists.kv_indices.new_empty(layout.offsets[-1], dtype=torch.int32)
+    sizes = shape_of(plan_tiles(problem), layout, problem.block_map)
+    return [memory, memory.new_empty_strided(sizes, strides_of(sizes))]
+
+
+def words_of(num_bits: Any) -> Any:
+    """How many words of 32 bits hold so many."""
+    return -(-num_bits // 32)

@@ -1,0 +1,146 @@
+"""The plan of block lists by kernels gives what operations of torch give: compiled for the CPU here, as on a GPU."""
+
+import ctypes
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.mapped import block_map_of, walk_shapes
+from magi_compile.kernels.sm90.planner import block_map as planner
+from magi_compile.kernels.sm90.planner.block_map import plan_of_lists
+from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.plan.block_map import ListShape
+from tests.kernels.support import idle_driver
+from tests.kernels.support.cpp import compile_library
+
+CPU = torch.device("cpu")
+MAIN = """
+#include "planner/block_map.cu"
+static const auto& params_of(const char* params) { return *reinterpret_cast<const ffa::BlockMapParams*>(params); }
+int memory[1 << 16];
+extern "C" void lists(const char* params, int num_blocks) {
+    for (blockIdx.x = num_blocks - 1; blockIdx.x >= 0; --blockIdx.x) {
+        ffa::ListReader(params_of(params), reinterpret_cast<unsigned*>(memory)).run();
+    }
+}
+extern "C" void tiles(const char* params, int num_blocks) {
+    for (blockIdx.x = 0; blockIdx.x < num_blocks; ++blockIdx.x) {
+        bool is_last;
+        ffa::TileWriter(params_of(params)).run(memory, is_last);
+    }
+}
+"""
+# batch, heads, seqlen_q, seqlen_k, rows and keys of a block.
+SHAPES = {
+    "one block": (1, 1, 64, 64, 64, 64),
+    "small": (1, 1, 640, 640, 64, 64),
+    "heads": (1, 4, 640, 640, 128, 128),
+    "entries": (3, 2, 320, 208, 64, 64),
+    "ragged": (1, 2, 700, 1001, 128, 128),
+    "ragged, small": (1, 1, 65, 4300, 64, 64),
+    "tall": (2, 1, 1024, 512, 256, 64),
+    "wide": (1, 3, 512, 2048, 64, 512),
+    "uneven": (1, 2, 1000, 1000, 192, 320),
+    "many lists": (1, 2, 5000, 300, 64, 64),
+    "many tiles": (1, 1, 140000, 256, 128, 128),
+}
+
+
+def listed_of(shape, seed=0, density=0.3):
+    """Which blocks are listed, `[batch, heads, num_q, num_k]`: some of them, with rows and columns of none and all."""
+    generator = torch.Generator().manual_seed(seed)
+    grid = torch.rand(shape.batch, shape.heads, shape.num_q, shape.num_k, generator=generator)
+    listed = grid < density
+    listed[..., shape.num_q // 2, :] = False
+    listed[..., -1, :] = True
+    listed[..., :, shape.num_k // 3] &= torch.arange(shape.num_q) > shape.num_q // 2
+    return listed
+
+
+def lists_of(listed, seed=0, full_share=0.5):
+    """Block lists of what is listed: partial and full, out of order, some twice, with nonsense behind their ends."""
+    generator = torch.Generator().manual_seed(seed)
+    full = listed & (torch.rand(listed.shape, generator=generator) < full_share)
+    kinds = []
+    for grid in (listed & ~full, full):
+        order = torch.rand(grid.shape, generator=generator).masked_fill(~grid, 2).argsort(-1)
+        counts = grid.sum(-1)
+        twice = (counts > 0) & (counts < grid.shape[-1])
+        order = order.scatter(
+            -1,
+            counts.clamp(max=grid.shape[-1] - 1)[..., None],
+            torch.where(
+                twice[..., None],
+                order[..., :1],
+                order.gather(-1, counts.clamp(max=grid.shape[-1] - 1)[..., None]),
+            ),
+        )
+        counts = counts + twice
+        behind = torch.arange(grid.shape[-1]) >= counts[..., None]
+        nonsense = torch.randint(-(2**31), 2**31, order.shape, generator=generator)
+        kinds += [counts.int(), torch.where(behind, nonsense, order).int()]
+    return BlockLists(*kinds)
+
+
+def problem_of(shape, head_dim=128, nheads_kv=None):
+    heads = 12, nheads_kv or 12, head_dim, head_dim
+    return AttnProblem("cuda", (9, 0), torch.bfloat16, *heads, 1.0, block_map=block_map_of(shape))
+
+
+@pytest.fixture(scope="module")
+def on_host_kernels(tmp_path_factory):
+    replaced = {"common/block.cuh": "one_thread.cuh"}
+    options = "-O1 -fsanitize=undefined -fno-sanitize-recover"
+    return compile_library(tmp_path_factory, MAIN, options, replaced)
+
+
+@pytest.fixture
+def on_host(on_host_kernels, monkeypatch):
+    """The kernels run on this CPU."""
+
+    def launch(variant, grid, block, params, stream, options):
+        run = on_host_kernels.lists if variant.entry == "ffa_block_map" else on_host_kernels.tiles
+        run((ctypes.c_char * len(params)).from_buffer_copy(params), grid)
+
+    idle_driver.fake_hopper(
+        monkeypatch,
+        num_sms=132,
+        load_function=lambda variant, _: variant,
+        launch=launch,
+        encode=None,
+    )
+    yield
+    idle_driver.clear_caches()
+
+
+def by_kernels(lists, shape, problem):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_is_on_gpu", lambda *_: True)
+        return plan_of_lists(lists, shape, problem)
+
+
+def assert_same(actual, expected, shapes):
+    """Equal, but for what is behind the words."""
+    for x, y, shape in zip(
+        (actual.q_walk, actual.k_walk), (expected.q_walk, expected.k_walk), shapes, strict=True
+    ):
+        lists = shape.lists
+        num_lines = lists.heads * lists.batch * shape.num_tiles * shape.num_lines
+        num_words = num_lines * shape.num_words
+        torch.testing.assert_close(x.tiles, y.tiles, rtol=0, atol=0)
+        torch.testing.assert_close(x.runs, y.runs, rtol=0, atol=0)
+        words = (walk.edges.flatten()[:num_words] for walk in (x, y))
+        torch.testing.assert_close(*words, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_source_on_the_host(name, head_dim, on_host):
+    shape = ListShape(*SHAPES[name])
+    problem, lists = problem_of(shape, head_dim), lists_of(listed_of(shape))
+    plan = by_kernels(lists, shape, problem)
+    assert plan.block_map == problem.block_map
+    assert_same(plan, plan_of_lists(lists, shape, problem), walk_shapes(shape, problem))
