@@ -9,6 +9,7 @@ import torch
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.mapped import MappedKernel, block_map_of
 from magi_compile.kernels.select import Selection, problem_of, select
 from magi_compile.lowering.emit import value_of
 from magi_compile.lowering.flex_call import FlexCall
@@ -51,7 +52,11 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     reasons += scores.reasons
 
     route = MaskRoute.of(call, options)
-    problem = replace(route.problem(_problem(call, scores)), has_bits=route.may_have_bits)
+    whole = _problem(call, scores)
+    if (listed := _by_lists(route, whole, scores, options)) is not None:
+        return Analysis(tuple(reasons), listed[1], listed[0], scores, listed[2])
+    route = replace(route, lists=None)
+    problem = replace(route.problem(whole), has_bits=route.may_have_bits)
     try:
         selection, refusals = select(problem, options.kernel, scores.needs), []
     except NotImplementedError as error:
@@ -59,6 +64,23 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     if selection is None or not route.may_have_bits:
         reasons += (*route.reasons, *route.obstacles)
     return Analysis((*reasons, *refusals), problem, route, scores, selection)
+
+
+def _by_lists(
+    route: MaskRoute, problem: AttnProblem, scores: Scores, options: LoweringOptions
+) -> tuple[MaskRoute, AttnProblem, Selection] | None:
+    """The way by block lists, its problem and the kernel that walks them; None where there are none, or no kernel."""
+    if route.lists is None or route.lists.heads not in (1, problem.nheads_q):
+        return None
+    problem = replace(problem, block_map=block_map_of(route.lists))
+    try:
+        selection = select(problem, options.kernel, scores.needs)
+    except NotImplementedError:
+        return None
+    kernel = selection.kernel
+    if not isinstance(kernel, MappedKernel) or kernel.list_refusals(route.lists):
+        return None
+    return route.by_lists(), problem, selection
 
 
 def _problem(call: FlexCall, scores: Scores) -> AttnProblem:

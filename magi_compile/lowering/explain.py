@@ -152,6 +152,7 @@ def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any
         slices = None
         if call.decision.kernel:
             (q, k, _), options = args[:_SLICES], Options(*args[_SLICES:])
+        if call.decision.kernel and options.slices:
             q_ranges, k_ranges, mask_types = options.slices
             lists = (q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
             slices = AttnSlices.unchecked(*lists, options.bits).compact()

@@ -151,7 +151,10 @@ def _emit_op(
         return_max_scores=problem.has_max_scores,
     )
     has_score = found.scores.program is not None
-    if has_score or by_entry:
+    is_by_list = (
+        problem.block_map is not None and problem.block_map.heads > 1
+    )  # so that nobody divides its heads
+    if has_score or by_entry or is_by_list:
         batch, nheads, seqlen_q, _ = (emit.size(call.q, dim) for dim in range(4))
         by_head = int(found.route.is_by_head)
         sizes: Any = [batch, nheads, seqlen_q, emit.size(call.k, 2), by_head]
@@ -169,6 +172,8 @@ def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]
     if not kernel.plans_in_graph:
         return []
     key = (kernel.name, kernel.plan_key(problem))
+    if problem.block_map is not None and key not in mask.plans:
+        mask.plans[key] = _emit_plan_of_lists(emit, found)
     if key not in mask.plans:
         heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
         totals = (emit.size(qkv[0], 0), emit.size(qkv[1], 0))
@@ -177,6 +182,19 @@ def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]
         mask.plans[key] = emit.call(torch.ops.magi.plan.default, *mask.ranges, *sizes, *rest)
     node = mask.plans[key]
     return [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
+
+
+def _emit_plan_of_lists(emit: Emitter, found: Analysis) -> Node:
+    problem, call = found.problem, found.route.mask.call
+    heads = [problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v]
+    return emit.call(
+        torch.ops.magi.plan_lists.default,
+        list(call.block_lists),
+        call.block_size,
+        *(emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))),
+        *(problem.dtype, heads, problem.softcap, found.kernel.name),
+        *short((problem.has_score,), 0),
+    )
 
 
 def _unpacked(emit: Emitter, out: Node, batch: Any, seqlen_q: Any) -> Node:
@@ -304,7 +322,8 @@ def _replace(
     emit = Emitter(call.node.graph, call.node)
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
     route = found.route
-    key = (route.program.text, route.heads, call.mask_buffers, call.block_lists, str(sizes))
+    way = (route.heads, route.lists is not None)
+    key = (route.program.text, way, call.mask_buffers, call.block_lists, str(sizes))
     if key not in masks:
         masks[key] = emit_mask(emit, route, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])

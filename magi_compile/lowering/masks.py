@@ -1,8 +1,9 @@
-"""The way of a mask of a FlexAttention call, and why: by intervals or by bit blocks.
+"""The way of a mask of a FlexAttention call, and why: by intervals, by block lists or by bit blocks.
 
-A mask has intervals, from which slices follow (`magi::mask_slices`), or it has none, and its mask_mod is evaluated for
-all queries and keys (`magi::mask_bits`). Some masks have intervals for data in some order alone: on a CPU these decide
-in each run, on a GPU in the call that is compiled.
+A mask has intervals, from which slices follow (`magi::mask_slices`). If it has none, block lists may say all, and there
+are no slices (`magi::plan_lists`), or its mask_mod is evaluated for all queries and keys (`magi::mask_bits`). Some
+masks have intervals for data in some order alone: on a CPU these decide in each run, on a GPU in the call that is
+compiled.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ from magi_compile.masks import (
 )
 from magi_compile.masks.errors import refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import Grid
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 from magi_compile.masks.slices import MAX_SEQLEN
+from magi_compile.ops.masks.plan_lists import shape_of_lists
+from magi_compile.plan.block_map import ListShape
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,7 @@ class MaskRoute:
         heads: those with masks of their own, in either way.
         decides: whether the data of each run decide between both.
         obstacles: why it cannot take that of bit blocks, if it has to.
+        lists: the sizes of the block lists that say all, where a kernel may walk these; else None.
     """
 
     mask: MaskOfCall
@@ -247,6 +252,7 @@ class MaskRoute:
     heads: Heads
     decides: bool
     obstacles: tuple[str, ...] = ()
+    lists: ListShape | None = None
 
     @classmethod
     def of(cls, call: FlexCall, options: LoweringOptions) -> MaskRoute:
@@ -261,7 +267,12 @@ class MaskRoute:
         # An op on a GPU would wait for the data.
         decides = not reasons and mask.varies and mask.is_on_cpu and mask.program.is_verifiable
         obstacles = _room_reasons(mask.sizes(heads)) if reasons and not mask.is_on_cpu else ()
-        return cls(mask, reasons, heads, decides, obstacles)
+        lists = _listed(call) if mask.program.is_always_true and not mask.is_on_cpu else None
+        return cls(mask, reasons, heads, decides, obstacles, lists)
+
+    def by_lists(self) -> MaskRoute:
+        """The way by block lists alone, which there are: nothing speaks against it, and heads stay heads."""
+        return replace(self, reasons=(), heads=ONE_MASK, decides=False, obstacles=())
 
     @property
     def program(self) -> MaskProgram:
@@ -285,6 +296,10 @@ class MaskRoute:
         """For readers: which way it takes, if not that of intervals alone, and why;
         and whether heads have masks of their own."""
         found = [f"by bit blocks: {reason}" for reason in self.reasons]
+        if self.lists is not None and not self.reasons:
+            _, heads, _, _, rows, keys = self.lists
+            of_heads = f"each of {heads} heads" if heads > 1 else "all heads"
+            found.append(f"by the block lists of {of_heads}, blocks of {rows} x {keys}")
         if self.decides:
             found.append("by intervals, or by bit blocks where the data is out of order")
         if self.is_by_head:
@@ -317,6 +332,15 @@ def _room_reasons(sizes: MaskSizes | None) -> tuple[str, ...]:
     return (f"there would be room for {count} bit blocks; at most {MAX_BIT_BLOCKS} are kept",)
 
 
+def _listed(call: FlexCall) -> ListShape | None:
+    """The sizes of the block lists of a call, if it has some."""
+    if not call.block_lists:
+        return None
+    (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
+    lists = BlockLists(*map(value_of, call.block_lists))
+    return shape_of_lists(lists, call.block_size, batch, seqlen_q, seqlen_k)
+
+
 def _is_by_head(mask: MaskOfCall) -> bool:
     program = mask.program
     if program.is_always_true:  # so that block lists decide
@@ -330,7 +354,7 @@ class Mask:
     """The nodes of a mask that calls of one graph share.
 
     Attributes:
-        ranges: of its slices: ranges of queries, ranges of keys, and types.
+        ranges: of its slices: ranges of queries, ranges of keys, and types; none where block lists say all.
         bits: of its bit blocks; None where it has none.
         plans: of its plans, by what these depend on.
     """
@@ -341,8 +365,10 @@ class Mask:
 
 
 def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask:
-    """Derives the slices of the mask, for the packed rows of all batch entries."""
+    """Derives the slices of the mask, for the packed rows of all batch entries; block lists need none."""
     call = route.mask.call
+    if route.lists is not None and not route.reasons:
+        return Mask(())
     has_bits = bool(route.reasons) or route.decides
     op = torch.ops.magi.mask_bits.default if has_bits else torch.ops.magi.mask_slices.default
     batch, seqlen_q, seqlen_k = (

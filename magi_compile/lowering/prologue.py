@@ -25,13 +25,14 @@ from magi_compile._kept import Made, Memo
 from magi_compile.functions.names import is_in_place
 from magi_compile.lowering.emit import value_key, value_of
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
-from magi_compile.ops.masks import mask_bits, mask_slices  # noqa: F401  (define the ops)
+from magi_compile.ops.masks import mask_bits, mask_slices, plan_lists  # noqa: F401  (define the ops)
 
 MAX_KEPT = 64  # masks, the least recently used goes
 
-_MASKS = (torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default)
+_LISTS = torch.ops.magi.plan_lists.default
+_MASKS = (torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default, _LISTS)
 _PLANS = (torch.ops.magi.plan.default,)
-_BLOCK_LISTS, _VERIFY = 8, 10  # arguments of both
+_BLOCK_LISTS, _VERIFY = 8, 10  # arguments of those that have a mask_mod
 # What may stand between the inputs of a graph and its masks: sizes, and sums of sizes.
 _OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)
 
@@ -230,8 +231,11 @@ def _is_from_outside(node: Node) -> bool:
     """True if it derives a mask whose block lists and captured tensors are inputs of the graph."""
     if node.target not in _MASKS:
         return False
-    tensors = [*node.args[0], *node.args[_BLOCK_LISTS]]  # type: ignore[misc]
+    is_of_lists = node.target is _LISTS
+    tensors = [*node.args[0], *([] if is_of_lists else node.args[_BLOCK_LISTS])]  # type: ignore[misc]
     is_input = all(isinstance(x, Node) and x.op == "placeholder" for x in tensors)
+    if is_of_lists:
+        return is_input
     return bool(node.args[_BLOCK_LISTS]) and is_input and not node.args[_VERIFY]
 
 

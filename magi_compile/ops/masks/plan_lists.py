@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,56 +29,53 @@ def shape_of_lists(
     return ListShape(batch, heads, seqlen_q, seqlen_k, rows, keys)
 
 
-def _chosen(
-    lists: BlockLists,
-    shape: ListShape,
-    dtype: torch.dtype,
-    heads: Sequence[int],
-    rest: tuple[Any, ...],
-) -> tuple[MappedKernel, AttnProblem]:
-    softcap, kernel, has_score = rest
-    kernel_of_call, problem = chosen_for(
-        *(lists.kv_indices.device, dtype, tuple(heads), 1.0, softcap, kernel or None),
-        has_score=has_score,
-        block_map=block_map_of(shape),
-    )
-    assert isinstance(kernel_of_call, MappedKernel)
-    return kernel_of_call, problem
+class _ListCall(NamedTuple):
+    """The arguments of the op."""
+
+    block_lists: Sequence[Tensor]
+    block_size: Sequence[int]
+    batch: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    dtype: torch.dtype
+    heads: Sequence[int]
+    softcap: float
+    kernel: str
+    has_score: bool = False
+
+    @property
+    def lists(self) -> BlockLists:
+        return BlockLists(*self.block_lists)
+
+    @property
+    def shape(self) -> ListShape:
+        return shape_of_lists(self.lists, self.block_size, self.batch, self.seqlen_q, self.seqlen_k)
+
+    def chosen(self) -> tuple[MappedKernel, AttnProblem]:
+        """The kernel, and its problem."""
+        device, heads = self.block_lists[0].device, tuple(self.heads)
+        kernel, problem = chosen_for(
+            *(device, self.dtype, heads, 1.0, self.softcap, self.kernel or None),  # type: ignore[arg-type]
+            has_score=self.has_score,
+            block_map=block_map_of(self.shape),
+        )
+        assert isinstance(kernel, MappedKernel)
+        return kernel, problem
 
 
-def _plan_lists(
-    block_lists: list[Tensor],
-    block_size: Sequence[int],
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    dtype: torch.dtype,
-    heads: Sequence[int],
-    *rest: Any,
-) -> list[Tensor]:
+def _plan_lists(*arguments: Any) -> list[Tensor]:
     raise_pending()
-    lists = BlockLists(*block_lists)
-    shape = shape_of_lists(lists, block_size, batch, seqlen_q, seqlen_k)
-    kernel, problem = _chosen(lists, shape, dtype, heads, rest)
-    if lists.kv_indices.device.type == "cuda":
+    call = _ListCall(*arguments)
+    kernel, problem = call.chosen()
+    if call.block_lists[0].device.type == "cuda":
         hand_over_to_launcher()
-    return pack(kernel.plan_lists(lists, shape, problem))
+    return pack(kernel.plan_lists(call.lists, call.shape, problem))
 
 
-def _plan_lists_fake(
-    block_lists: list[Tensor],
-    block_size: Sequence[int],
-    batch: Any,
-    seqlen_q: Any,
-    seqlen_k: Any,
-    dtype: torch.dtype,
-    heads: Sequence[int],
-    *rest: Any,
-) -> list[Tensor]:
-    lists = BlockLists(*block_lists)
-    shape = shape_of_lists(lists, block_size, batch, seqlen_q, seqlen_k)
-    _, problem = _chosen(lists, shape, dtype, heads, rest)
-    return fake_plan_of_lists(lists, shape, problem)
+def _plan_lists_fake(*arguments: Any) -> list[Tensor]:
+    call = _ListCall(*arguments)
+    _, problem = call.chosen()
+    return fake_plan_of_lists(call.lists, call.shape, problem)
 
 
 define_repeatable(

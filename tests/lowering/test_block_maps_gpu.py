@@ -1,0 +1,263 @@
+"""Block lists without a mask_mod, through FlexAttention's own door on a GPU: what dense attention computes."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from magi_compile import MaskDataError
+from magi_compile._checks import synchronize_checks
+from magi_compile._compat import num_compiled_graphs
+from tests.support.deterministic import deterministic_algorithms
+from tests.support.waits import no_waits
+
+pytestmark = pytest.mark.gpu
+# batch, heads of q, of keys and of the lists, entries of the lists, seqlen_q, seqlen_k, head_dim, block_size.
+CASES = {
+    "all heads": (1, 4, 4, 1, 1, 640, 640, 128, 128),
+    "heads": (1, 4, 4, 4, 1, 640, 640, 128, 128),
+    "groups": (1, 8, 2, 8, 1, 512, 768, 128, 64),
+    "shared by groups": (2, 8, 2, 1, 2, 256, 256, 64, 64),
+    "entries": (3, 4, 2, 4, 3, 320, 192, 128, (64, 64)),
+    "one of entries": (3, 4, 4, 4, 1, 320, 192, 96, 64),
+    "ragged": (1, 2, 2, 2, 1, 700, 1001, 128, 128),
+    "tall": (1, 2, 2, 2, 1, 512, 1000, 128, (128, 64)),
+    "wide": (1, 2, 2, 2, 1, 1024, 512, 256, (64, 256)),
+    "wide heads": (1, 2, 1, 2, 1, 512, 512, 192, 64),
+}
+
+
+def lists(case, seed=0, density=0.4, partial_too=True):
+    batch, heads, _, list_heads, entries, seqlen_q, seqlen_k, _, size = case
+    rows, keys = size if isinstance(size, tuple) else (size, size)
+    num_q, num_k = -(-seqlen_q // rows), -(-seqlen_k // keys)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    listed = (
+        torch.rand(entries, list_heads, num_q, num_k, device="cuda", generator=generator) < density
+    )
+    listed[..., num_q // 2, :] = False
+    is_full = torch.rand(listed.shape, device="cuda", generator=generator) < 0.5
+
+    def kind(grid):
+        order = torch.rand(grid.shape, device="cuda", generator=generator).masked_fill(~grid, 2)
+        return grid.sum(-1).int(), order.argsort(-1).int()
+
+    mask = BlockMask.from_kv_blocks(
+        *kind(listed & ~is_full),
+        *kind(listed & is_full),
+        BLOCK_SIZE=(rows, keys),
+        seq_lengths=(seqlen_q, seqlen_k),
+    )
+    dense = listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
+    return mask, dense[:, :, :seqlen_q, :seqlen_k].expand(batch, heads, -1, -1)
+
+
+def inputs(case, seed=0, dtype=torch.bfloat16):
+    batch, heads, kv_heads, _, _, seqlen_q, seqlen_k, head_dim, _ = case
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = [
+        (batch, heads, seqlen_q),
+        (batch, kv_heads, seqlen_k),
+        (batch, kv_heads, seqlen_k),
+        (batch, heads, seqlen_q),
+    ]
+    return [
+        torch.randn(*x, head_dim, device="cuda", dtype=dtype, generator=generator) for x in shapes
+    ]
+
+
+def dense_attention(q, k, v, visible, score_mod=None):
+    q, k, v = (x.double() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if score_mod is not None:
+        b, h, i, j = (torch.arange(n, device="cuda") for n in scores.shape)
+        places = (b[:, None, None, None], h[:, None, None], i[:, None], j)
+        scores = score_mod(scores, *places)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(-1)
+    probs = torch.where(
+        visible, (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp(), 0
+    )
+    return probs @ v, lse
+
+
+def compare(found, wanted, tolerance=0.02):
+    for x, y in zip(found, wanted, strict=True):
+        is_there = y.isfinite()
+        assert torch.equal(is_there, x.isfinite())
+        size = max(1e-3, y[is_there].abs().max().item())
+        torch.testing.assert_close(
+            x.double()[is_there] / size, y.double()[is_there] / size, atol=tolerance, rtol=0
+        )
+
+
+def step(attend, q, k, v, dout, *rest):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attend(*leaves, *rest)
+    return [out, lse, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+
+def compiled(**options):
+    def attend(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True, **options)
+
+    return torch.compile(attend, backend="magi", fullgraph=True, options={"magi.strict": True})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_shape(name):
+    """With other lists in every call, which compile nothing."""
+    torch._dynamo.reset()
+    case, attend = CASES[name], compiled()
+    for seed in range(3):
+        mask, visible = lists(case, seed)
+        given = inputs(case, seed)
+        before = num_compiled_graphs()
+        found = step(attend, *given, mask)
+        compare(found, step(dense_attention, *given, visible))
+        assert seed == 0 or num_compiled_graphs() == before
+
+
+def test_long_lists():
+    torch._dynamo.reset()
+    case = (1, 2, 1, 2, 1, 8192, 4096, 64, 64)
+    mask, visible = lists(case, density=0.05)
+    given = inputs(case)
+    compare(step(compiled(), *given, mask), step(dense_attention, *given, visible))
+
+
+def test_lists_made_in_the_graph():
+    """Chosen by the queries and keys themselves, as top-k attention does."""
+    torch._dynamo.reset()
+    case = (1, 4, 4, 4, 1, 1024, 1024, 128, 64)
+
+    def choose(q, k):
+        means = [x.unflatten(2, (-1, 64)).mean(3) for x in (q, k)]
+        return (means[0] @ means[1].mT).topk(4, -1).indices
+
+    @torch.compile(backend="magi", fullgraph=True, options={"magi.strict": True})
+    def attend(q, k, v):
+        chosen = choose(q.detach(), k.detach()).int()
+        counts = torch.full(chosen.shape[:3], 4, dtype=torch.int32, device="cuda")
+        mask = BlockMask.from_kv_blocks(counts, chosen, BLOCK_SIZE=64, seq_lengths=(1024, 1024))
+        return flex_attention(q, k, v, block_mask=mask, return_lse=True)
+
+    for seed in range(2):
+        given = inputs(case, seed)
+        chosen = choose(*given[:2])
+        listed = torch.zeros(1, 4, 16, 16, dtype=torch.bool, device="cuda").scatter(3, chosen, True)
+        visible = listed.repeat_interleave(64, 2).repeat_interleave(64, 3)
+        compare(step(attend, *given), step(dense_attention, *given, visible))
+
+
+def test_score_mods():
+    torch._dynamo.reset()
+    case = CASES["groups"]
+    mask, visible = lists(case)
+    given = inputs(case)
+    slopes = 0.01 * torch.arange(1, 9, device="cuda")
+
+    def alibi(score, b, h, q, kv):
+        return score - slopes[h] * (q - kv).abs()
+
+    def capped(score, b, h, q, kv):
+        return 3.0 * torch.tanh(score / 3.0)
+
+    for score_mod in (alibi, capped):
+        found = step(compiled(score_mod=score_mod), *given, mask)
+        compare(found, step(dense_attention, *given, visible, score_mod))
+
+
+def test_largest_scores():
+    torch._dynamo.reset()
+    case = CASES["heads"]
+    mask, visible = lists(case)
+    q, k, v, _ = inputs(case)
+
+    @torch.compile(backend="magi", fullgraph=True, options={"magi.strict": True})
+    def attend(q, k, v, mask):
+        request = AuxRequest(lse=True, max_scores=True)
+        return flex_attention(q, k, v, block_mask=mask, return_aux=request)
+
+    out, aux = attend(q, k, v, mask)
+    scores = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf)
+    compare([out, aux.lse, aux.max_scores], [*dense_attention(q, k, v, visible), scores.amax(-1)])
+
+
+def test_indices_out_of_range():
+    torch._dynamo.reset()
+    case = CASES["heads"]
+    mask, _ = lists(case)
+    given = inputs(case)
+    mask.kv_num_blocks.fill_(1)
+    mask.kv_indices.fill_(77)
+
+    def attend_and_wait():
+        compiled()(*given[:3], mask)
+        synchronize_checks()
+
+    with pytest.raises(MaskDataError, match="77 is listed for q block"):
+        attend_and_wait()
+
+
+def test_nothing_waits_for_new_lists():
+    torch._dynamo.reset()
+    case, attend = CASES["heads"], compiled()
+    q, k, v, _ = inputs(case)
+    masks = [lists(case, seed) for seed in range(3)]
+    with torch.no_grad():
+        for mask, _ in masks[:2]:
+            attend(q, k, v, mask)
+        torch.cuda.synchronize()
+        with no_waits():
+            out, lse = attend(q, k, v, masks[2][0])
+    visible = masks[2][1]
+    compare([out, lse], dense_attention(q, k, v, visible))
+
+
+def test_cuda_graph():
+    torch._dynamo.reset()
+    case = CASES["groups"]
+
+    @torch.compile(backend="magi", fullgraph=True, options={"magi.strict": True})
+    def attend(q, k, v, counts, indices):
+        mask = BlockMask.from_kv_blocks(
+            counts, indices, BLOCK_SIZE=64, seq_lengths=(512, 768), compute_q_blocks=False
+        )
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
+
+    q, k, v, _ = inputs(case)
+    listed = torch.rand(1, 8, 8, 12, device="cuda")
+    counts = torch.full((1, 8, 8), 3, dtype=torch.int32, device="cuda")
+    indices = listed.argsort(-1).int()
+    with torch.no_grad():
+        for _ in range(3):
+            attend(q, k, v, counts, indices)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = attend(q, k, v, counts, indices)
+        for _ in range(2):
+            indices.copy_(torch.rand_like(listed).argsort(-1))
+            graph.replay()
+            chosen = indices[..., :3].long()
+            grid = torch.zeros(1, 8, 8, 12, dtype=torch.bool, device="cuda").scatter(
+                3, chosen, True
+            )
+            visible = grid.repeat_interleave(64, 2).repeat_interleave(64, 3)
+            compare([out, lse], dense_attention(q, k, v, visible))
+
+
+def test_deterministic():
+    """By another way, the same every time."""
+    torch._dynamo.reset()
+    case = CASES["heads"]
+    mask, visible = lists(case)
+    given = inputs(case)
+    with deterministic_algorithms():
+        attend = compiled()
+        first, second = (step(attend, *given, mask) for _ in range(2))
+    compare(first, step(dense_attention, *given, visible))
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
