@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,19 +20,39 @@ def outside_of_modes() -> Iterator[None]:
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
-    device_types = {"cpu"}
-    if (accelerator := torch.accelerator.current_accelerator()) is not None:
-        device_types.add(accelerator.type)
+    device_types = _device_types()
+    if _is_plain(device_types):
+        with torch.no_grad():
+            yield
+        return
     with ExitStack() as modes:
         if not _traces():
             modes.enter_context(_disable_current_modes())
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.no_grad())
-        for device_type in sorted(device_types):
+        for device_type in device_types:
             modes.enter_context(torch.autocast(device_type, enabled=False))
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             modes.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         yield
+
+
+@cache
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def _is_plain(device_types: tuple[str, ...]) -> bool:
+    """True if there is nothing to leave but autograd, as in most calls: that takes less time."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or _traces()
+        or any(map(torch.is_autocast_enabled, device_types))
+        or torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    )
 
 
 def _traces() -> bool:

@@ -32,6 +32,14 @@ __device__ __forceinline__ void for_each_warp(int count, Body body) {
     __syncthreads();
 }
 
+// Within for_each_warp: body(0), ..., body(count - 1), in no order, shared by the lanes.
+template <class Body>
+__device__ __forceinline__ void for_each_of_warp(int count, Body body) {
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+        body(i);
+    }
+}
+
 // The first i < count of which flag(i) holds, or count. `scratch` is a word of global memory.
 template <class Flag>
 __device__ __forceinline__ int first_of(int count, Flag flag, int& scratch) {

@@ -70,22 +70,22 @@ private:
         const int h = list.num_heads == 1 ? 0 : head_;
         const Int *of = list.num_blocks_strides, *at = list.indices_strides;
         const int num_lists = min(kListsAtOnce, params_.num_q - first_);
-        for_each(num_lists * list.num_columns, [&](int i) {
-            const int list_number = i / list.num_columns, column = i % list.num_columns;
+        for_each_warp(num_lists, [&](int list_number) {
             const Int row = first_ + list_number;
             const int count = list.num_blocks[b_ * of[0] + h * of[1] + row * of[2]];
-            if (column == 0 && (count < 0 || count > list.num_columns)) {
+            if (count < 0 || count > list.num_columns) {
                 report(1, count, row);
             }
-            if (column >= count) {
-                return;
-            }
-            const int block = list.indices[b_ * at[0] + h * at[1] + row * at[2] + column * at[3]];
-            if (block < 0 || block >= params_.num_k) {
-                report(0, block, row);
-            } else {
-                atomicOr(&bits_[list_number * params_.list_words + block / 32], 1u << block % 32);
-            }
+            const int* const indices = list.indices + (b_ * at[0] + h * at[1] + row * at[2]);
+            unsigned* const bits = bits_ + list_number * params_.list_words;
+            for_each_of_warp(min(count, list.num_columns), [&](int column) {
+                const int block = indices[column * at[3]];
+                if (block < 0 || block >= params_.num_k) {
+                    report(0, block, row);
+                } else {
+                    atomicOr(&bits[block / 32], 1u << block % 32);
+                }
+            });
         });
     }
 

@@ -48,6 +48,10 @@ template <class Body>
 void for_each_warp(int count, Body body) {
     for_each(count, body);
 }
+template <class Body>
+void for_each_of_warp(int count, Body body) {
+    for_each(count, body);
+}
 
 template <int kPerLane>
 class Workers {

@@ -33,7 +33,7 @@ from magi_compile.plan.block_map import (
     walk_of_lists,
 )
 
-_THREADS_OF_LISTS, _THREADS_OF_TILES = 256, 512
+_THREADS_OF_LISTS, _THREADS_OF_TILES = 1024, 512
 
 INDICES = (
     "the indices of `block_mask` must be those of its kv blocks",
