@@ -36,7 +36,7 @@ class MappedKernel(Protocol):
 def block_map_of(shape: ListShape) -> BlockMap:
     """The kind of a map of lists of `shape`."""
     rows, keys = (128 if size % 128 == 0 else 64 for size in (shape.block_rows, shape.block_keys))
-    return BlockMap(shape.heads, rows, keys)
+    return BlockMap(shape.batch, shape.heads, rows, keys)
 
 
 def walk_shapes(shape: ListShape, problem: AttnProblem) -> tuple[MapWalkShape, MapWalkShape]:
@@ -46,6 +46,13 @@ def walk_shapes(shape: ListShape, problem: AttnProblem) -> tuple[MapWalkShape, M
         MapWalkShape(shape, False, tiles.q_tile_rows, tiles.q_block_cols, lines.q),
         MapWalkShape(shape, True, tiles.k_tile_rows, tiles.k_block_cols, lines.k),
     )
+
+
+def shape_of_lists_in(problem: AttnProblem, total_q: int, total_k: int) -> ListShape:
+    """The sizes of lists of `problem`, of blocks of the rows and keys that kernels see."""
+    assert problem.block_map is not None
+    batch, heads, rows, keys = problem.block_map
+    return ListShape(batch, heads, total_q // batch, total_k // batch, rows, keys)
 
 
 def layout_of(walks: tuple[MapWalkShape, MapWalkShape]) -> PlanLayout:

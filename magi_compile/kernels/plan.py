@@ -32,11 +32,13 @@ class BlockMap(NamedTuple):
     """The kind of a mask of block lists, by which a kernel walks it; see `magi_compile.plan.block_map`.
 
     Attributes:
+        batch: number of batch entries.
         heads: with lists of their own: 1, or all heads of q.
         rows: 64 or 128 queries, the larger one that divides those of a block.
         keys: 64 or 128 keys, likewise.
     """
 
+    batch: int
     heads: int
     rows: int
     keys: int

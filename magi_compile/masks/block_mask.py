@@ -303,6 +303,12 @@ def _lists_differ_by_entry(block_mask: BlockMask) -> bool:
     return any(bool((x != x[:1]).any()) for x in _lists_of(block_mask).grids(num_q, num_k))
 
 
+def shows_everything(mask_mod: MaskMod, device: torch.device) -> bool:
+    """True if a mask_mod is known to show everything, so that the block lists beside it decide."""
+    traced, _ = _read(mask_mod, device)
+    return traced is not None and traced.program.is_always_true
+
+
 def _read(mask_mod: MaskMod, device: torch.device) -> tuple[TracedMask | None, tuple[str, ...]]:
     """A mask_mod as a program, if it can be read, and why it has no intervals."""
     try:

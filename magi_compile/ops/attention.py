@@ -35,6 +35,7 @@ from magi_compile.ops.dtensors import (
 )
 from magi_compile.ops.layout import by_entries, in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
+from magi_compile.ops.masks.plan_lists import plan_of_block_mask
 from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
@@ -170,31 +171,22 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slices: AttnSlices,
+    slices: AttnSlices | None,
     softmax_scale: float,
     softcap: float,
     kernel: str = "",
     *,
     scored: _Scored | None = None,
     return_max_scores: bool = False,
+    plan: list[Tensor] | None = None,
 ) -> AttnOutput:
-    lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
-    if not slices.is_checked:
-        totals = slices.seqlen_q, slices.seqlen_k
-        q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
-        lists = [q_ranges, k_ranges, mask_types]
-        slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
-    bits, has_score = slices.bits, scored is not None
-    if (bits is not None or has_score) and not kernel and not torch.compiler.is_compiling():
-        problem = replace(
-            problem_of(q, k, v, float(softmax_scale), float(softcap)),
-            has_bits=bits is not None,
-            has_score=has_score,
-            has_max_scores=return_max_scores,
-        )
-        kernel = _kernel_of_eager_call(problem, scored)
-    plan = plan_of_call(q, k, v, slices, float(softcap), kernel, has_score=has_score)
-    rest: tuple[Any, ...] = (lists, plan, float(softmax_scale), float(softcap), kernel)
+    """Attention over `slices`, or over a `plan` that says all without these."""
+    rest: tuple[Any, ...] = ([], plan, float(softmax_scale), float(softcap), kernel)
+    bits = None
+    if slices is not None:
+        bits = slices.bits
+        given = float(softmax_scale), float(softcap), kernel
+        rest = _with_slices((q, k, v), slices, *given, scored, return_max_scores)
     if bits is not None or scored is not None or return_max_scores:
         options = Options(*rest)._replace(bits=bits, return_max_scores=return_max_scores)
         if scored is not None:
@@ -203,6 +195,36 @@ def _attend(
         rest = options.short()
     out, lse, max_scores = torch.ops.magi.attention(q, k, v, *rest)
     return AttnOutput(out, lse, max_scores if return_max_scores else None)
+
+
+def _with_slices(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    slices: AttnSlices,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    scored: _Scored | None,
+    return_max_scores: bool,
+) -> tuple[Any, ...]:
+    """The arguments behind v up to the kernel, with slices and their plan."""
+    q, k, v = qkv
+    lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
+    if not slices.is_checked:
+        totals = slices.seqlen_q, slices.seqlen_k
+        q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
+        lists = [q_ranges, k_ranges, mask_types]
+        slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
+    has_bits, has_score = slices.bits is not None, scored is not None
+    if (has_bits or has_score) and not kernel and not torch.compiler.is_compiling():
+        problem = replace(
+            problem_of(q, k, v, softmax_scale, softcap),
+            has_bits=has_bits,
+            has_score=has_score,
+            has_max_scores=return_max_scores,
+        )
+        kernel = _kernel_of_eager_call(problem, scored)
+    plan = plan_of_call(q, k, v, slices, softcap, kernel, has_score=has_score)
+    return lists, plan, softmax_scale, softcap, kernel
 
 
 @overload
@@ -360,25 +382,38 @@ def flex_attention(
     score, program = _read_score_mod(score_mod, query.device)
     batch, nheads_q, seqlen_q, head_dim = query.shape
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
-    mask = _slices(block_mask, query, key)
+    needs, plan = None, []
+    if program is not None:
+        by_entry = Numbering(batch, nheads_q, seqlen_q, key.shape[2], 0)
+        needs = _Scored(*program, by_entry).needs
+    if block_mask is not None:
+        problem = replace(
+            problem_of(query, key, value, float(softmax_scale), float(score.softcap)),
+            has_score=program is not None,
+            has_max_scores=return_max_scores,
+        )
+        plan = plan_of_block_mask(block_mask, (batch, seqlen_q, key.shape[2]), problem, needs)
+    mask = None if plan else _slices(block_mask, query, key)
+    by_head = mask is not None and mask.is_by_head
     if key.shape[0] != batch:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    if mask.is_by_head:
+    if by_head:
         q, k, v = (tensor.reshape(-1, 1, tensor.shape[3]) for tensor in (query, key, value))
     else:
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scored = None
     if program is not None:
-        sizes = (batch, nheads_q, seqlen_q, key.shape[2], int(mask.is_by_head))
+        sizes = (batch, nheads_q, seqlen_q, key.shape[2], int(by_head))
         scored = _Scored(*program, Numbering(*sizes))
     out, *of_rows = _attend(
-        *(q, k, v, mask.slices, softmax_scale, score.softcap),
+        *(q, k, v, mask and mask.slices, softmax_scale, score.softcap),
         scored=scored,
         return_max_scores=return_max_scores,
+        plan=plan,
     )
     out = by_entries(out, batch, seqlen_q, nheads_q)
     shape = (batch, nheads_q, seqlen_q)
-    lse, max_scores = (_rows_by_entry(x, shape, by_head=mask.is_by_head) for x in of_rows)
+    lse, max_scores = (_rows_by_entry(x, shape, by_head=by_head) for x in of_rows)
     assert lse is not None
     out = in_memory_order(out, memory_order(query.stride()))
     return returned(out, lse, max_scores, return_lse=return_lse, return_aux=return_aux)

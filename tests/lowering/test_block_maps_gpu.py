@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+import magi_compile
 from magi_compile import MaskDataError
 from magi_compile._checks import synchronize_checks
 from magi_compile._compat import num_compiled_graphs
@@ -249,10 +250,11 @@ def test_cuda_graph():
             compare([out, lse], dense_attention(q, k, v, visible))
 
 
-def test_deterministic():
-    """By another way, the same every time."""
+@pytest.mark.parametrize("name", CASES)
+def test_deterministic(name):
+    """The same bits every time."""
     torch._dynamo.reset()
-    case = CASES["heads"]
+    case = CASES[name]
     mask, visible = lists(case)
     given = inputs(case)
     with deterministic_algorithms():
@@ -261,3 +263,25 @@ def test_deterministic():
     compare(first, step(dense_attention, *given, visible))
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["heads", "shared by groups", "tall"])
+def test_eager(name):
+    """Without a wait, and as the lists are now: written in place, they are read again."""
+    case = CASES[name]
+    mask, visible = lists(case)
+    given = inputs(case)
+
+    def attend(q, k, v, mask):
+        return magi_compile.flex_attention(
+            q, k, v, block_mask=mask, enable_gqa=True, return_lse=True
+        )
+
+    compare(step(attend, *given, mask), step(dense_attention, *given, visible))
+    torch.cuda.synchronize()
+    other, visible = lists(case, 1)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        getattr(mask, name).copy_(getattr(other, name))
+    with torch.no_grad(), no_waits():
+        out, lse = attend(*given[:3], mask)
+    compare([out / 1, lse], dense_attention(*given[:3], visible))

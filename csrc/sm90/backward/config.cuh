@@ -89,7 +89,7 @@ struct BackwardConfig {
     static constexpr bool kHandsOn = !kIsDeterministic;
 
     static_assert(!(kHasScore && kHasSoftcap), "a score program has the caps");
-    static_assert(kMapLines == 0 || !(kHasBits || kIsDeterministic || kRoundsDq), "nobody counts the visits of a map");
+    static_assert(kMapLines == 0 || !(kHasBits || kRoundsDq), "nobody counts the visits of a map");
     static_assert(kMapLines <= 2, "a tile has two times 64 keys");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");

@@ -212,11 +212,16 @@ private:
     __device__ __forceinline__ void await_turn(const DqTarget& rows, int*& visits) {
         const long long num_groups = params_.dq.sums.row_groups;
         const int group = rows.first / kDqGroupRows;
+        int before = 0;
+        if constexpr (Config::kMapLines > 0) {
+            before = tiles_before(rows);
+        } else if (lane_ == 0 && rows.are_in_run) {
+            before = params_.visits.turns[work().tile_index * num_groups + group];
+        }
         if (lane_ == 0 && rows.are_in_run) {
             visits = params_.visits.done + rows.head * num_groups + group;
             constexpr int kTurns = Config::kSharesDq ? 1 : Config::kCtas;
-            const int turn = Config::kCtas * params_.visits.turns[work().tile_index * num_groups + group] +
-                             rank_in_cluster<Config>() % kTurns;
+            const int turn = Config::kCtas * before + rank_in_cluster<Config>() % kTurns;
             int done;
             do {
                 done = load_acquire(visits);
@@ -224,6 +229,27 @@ private:
         }
         fence_proxy_async_global();
         __syncwarp();
+    }
+
+    // How many tiles of a block map that see these rows come before this one, as the line of the rows says. All lanes
+    // ask.
+    __device__ __forceinline__ int tiles_before(const DqTarget& rows) const {
+        const QueryLines& of = params_.query_lines;
+        const int entry = rows.first / of.seqlen;
+        const long long line =
+            1ll * rows.head * of.lines_of_head + entry * of.lines_of_entry + (rows.first - entry * of.seqlen) / of.rows;
+        const uint32_t* const words = of.words + line * of.num_words;
+        const int end = (work().tile_index - entry * of.tiles_of_entry) * of.blocks_of_tile;
+        int before = 0;
+        for (int word = lane_; rows.are_in_run && 32 * word < end; word += 32) {
+            uint32_t bits = words[word];
+            if (of.blocks_of_tile == 2) {
+                bits = (bits | bits >> 1) & 0x55555555;
+            }
+            const int left = end - 32 * word;
+            before += __popc(left < 32 ? bits & ((1u << left) - 1) : bits);
+        }
+        return __reduce_add_sync(0xffffffff, before);
     }
 
     // Until this warp's additions have arrived, but for those of so many blocks. Those from registers are in front of

@@ -31,6 +31,21 @@ struct DqVisits {
                         // how many come from the tiles before
 };
 
+// The lines of the walk by queries of a block map, which say whose turn it is where additions have an order.
+struct QueryLines {
+    const uint32_t* words;   // [heads, batch, lines of an entry, num_words]
+    int seqlen;              // queries of a batch entry
+    int rows;                // queries of a line
+    int lines_of_entry;
+    int lines_of_head;    // 0 where all heads have the same
+    int num_words;        // of a line
+    int blocks_of_tile;   // bits of a line for each tile of keys, 1 or 2
+    int tiles_of_entry;   // of keys
+    int unused;
+};
+
+static_assert(sizeof(QueryLines) == 40, "packed by magi_compile/kernels/sm90/params.py");
+
 // The group of rows that `row` is the first of.
 template <int kHeadDim>
 __device__ __forceinline__ float* dq_rows(const DqSums& sums, int head, int row) {
@@ -117,6 +132,7 @@ struct BackwardParams {
     int tiles_of_head;   // from the tiles of a query head to those of the next one: 0 where all have the same
     const Tile* tiles;   // [num_tiles], of keys, of each query head behind one another where they have their own
     Agenda agenda;
+    QueryLines query_lines;
 };
 
 // Where runs may have bits.
@@ -131,7 +147,7 @@ struct ScoredBackwardParams : BackwardParams {
     ScoreParams<kNumWords> score;
 };
 
-static_assert(sizeof(BitsBackwardParams) == 1152, "packed by magi_compile/kernels/sm90/params.py");
-static_assert(sizeof(BackwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");
+static_assert(sizeof(BitsBackwardParams) == 1216, "packed by magi_compile/kernels/sm90/params.py");
+static_assert(sizeof(BackwardParams) == 1152, "packed by magi_compile/kernels/sm90/params.py");
 
 }   // namespace ffa::backward

@@ -34,8 +34,6 @@ from magi_compile.plan.block_map import ListShape
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
-_NO_ORDER = "sums up dq of block lists in any order"
-
 
 class HopperKernel:
     """Warp-specialised attention for sm_90a; see `Kernel`, `ScoredKernel`, `MappedKernel`,
@@ -65,8 +63,6 @@ class HopperKernel:
                 "needs a head_dim and a head_dim_v that are multiples of 8 from 8 to "
                 f"{HOPPER_HEAD_DIMS[-1]}, got {dims[0]} and {dims[1]}"
             )
-        if problem.block_map is not None and torch.are_deterministic_algorithms_enabled():
-            reasons.append(f"{_NO_ORDER}, which torch.use_deterministic_algorithms(True) forbids")
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:
@@ -192,8 +188,6 @@ class HopperKernel:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         refuse_atomics(score, deterministic)
-        if problem.block_map is not None and deterministic:
-            raise NotImplementedError(f"the kernel {_NO_ORDER}, and was asked to be deterministic")
         q_walk, k_walk = plan.walks(plan_tiles(problem))
         return backward(
             *(grads, saved, k_walk, problem),

@@ -120,6 +120,12 @@ AGENDA_WRITER = Struct(
     | _ints("num_tiles", "num_slots", "qhead_per_kvhead", "num_blocks")
     | _ints("is_one_way", "most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass"),
 )
+QUERY_LINES = Struct(
+    "backward::QueryLines",
+    _addresses("words")
+    | _ints("seqlen", "rows", "lines_of_entry", "lines_of_head")
+    | _ints("num_words", "blocks_of_tile", "tiles_of_entry", "unused"),
+)
 BACKWARD = Struct(
     "backward::BackwardParams",
     dict.fromkeys(("q", "dout", "k", "v", "stats", "dk", "dv"), TENSOR_MAP)
@@ -127,7 +133,7 @@ BACKWARD = Struct(
     | {"dq": DQ_ITEMS, "visits": DQ_VISITS}
     | _addresses("dq_progress", "runs", "edges")
     | {"qhead_per_kvhead": INT, "scale_log2": FLOAT, "cap_scale": FLOAT, "tiles_of_head": INT}
-    | {"tiles": ADDRESS, "agenda": AGENDA},
+    | {"tiles": ADDRESS, "agenda": AGENDA, "query_lines": QUERY_LINES},
 )
 PREPROCESS = Struct(
     "backward::PreprocessParams",

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile._checks import raise_pending
+from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.mapped import MappedKernel, block_map_of, fake_plan_of_lists
 from magi_compile.kernels.plan import pack
+from magi_compile.kernels.select import ScoreNeeds, select
+from magi_compile.masks.block_mask import reached_by, shows_everything
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops.library import chosen_for
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.plan.block_map import ListShape
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _lib = torch.library.Library("magi", "FRAGMENT")
 
@@ -84,3 +92,54 @@ define_repeatable(
     "ScalarType dtype, int[] heads, float softcap, str kernel, bool has_score=False) -> Tensor[]",
     *(_plan_lists, _plan_lists_fake),
 )
+
+_plans: Memo[list[Tensor]] = Memo(64, lambda plan: plan)
+
+
+def plan_of_block_mask(
+    block_mask: BlockMask,
+    sizes: tuple[int, int, int],
+    problem: AttnProblem,
+    score: ScoreNeeds | None,
+) -> list[Tensor]:
+    """The plan of an eager call whose mask block lists say alone, kept as long as the BlockMask stays as it is.
+
+    Args:
+        block_mask: made in any way.
+        sizes: batch entries of the call, and queries and keys of one.
+        problem: of the call, without a block map.
+        score: the score program of the call.
+
+    Returns:
+        The packed plan; nothing where the mask_mod says more, or no kernel walks these lists.
+    """
+    device = block_mask.kv_num_blocks.device
+    if device.type != "cuda" or max(block_mask.BLOCK_SIZE) >= _compat.LARGE_SPARSE_BLOCK_SIZE:
+        return []
+    block_size = [int(size) for size in block_mask.BLOCK_SIZE]
+    given = [getattr(block_mask, name) for name in BlockLists._fields]
+    lists = BlockLists(*given)
+    shape = shape_of_lists(lists, block_size, *sizes)
+    if shape.heads not in (1, problem.nheads_q):
+        return []
+    problem = replace(problem, block_map=block_map_of(shape))
+    try:
+        kernel = select(problem, score=score).kernel
+    except NotImplementedError:
+        return []
+    if not isinstance(kernel, MappedKernel) or kernel.list_refusals(shape):
+        return []
+
+    def make() -> Made:
+        reached, plan = reached_by(block_mask), []
+        if shows_everything(block_mask.mask_mod, device):
+            plan = pack(kernel.plan_lists(lists, shape, problem))
+        watched = [x for x in given if x is not None]
+        return (
+            Made(plan, watched, reached.is_unchanged)
+            if reached.is_unchanged()
+            else Made(plan, None)
+        )
+
+    key = (kernel.name, kernel.plan_key(problem), sizes)
+    return _plans.get((block_mask,), key, make, device, serves_capture=True)

@@ -17,6 +17,7 @@ from magi_compile.kernels.heuristics import (
     backward_passes,
     backward_sections,
 )
+from magi_compile.kernels.mapped import shape_of_lists_in, walk_shapes
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.sm90.backward.order import turns_of_tiles
 from magi_compile.kernels.sm90.backward.variants import (
@@ -31,6 +32,7 @@ from magi_compile.kernels.sm90.params import (
     BACKWARD,
     POSTPROCESS,
     PREPROCESS,
+    QUERY_LINES,
     params_of,
 )
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch, addresses_of, allocate
@@ -269,12 +271,32 @@ class _Pass:
             tiles_of_head=self._tiles_of_head,
             tiles=Pointer(_TILES),
             agenda=self._agenda(),
+            query_lines=self._query_lines(of_k[0][0]),
         )
         return Launch(
             *(self._functions[1], self._grid * config.num_ctas, config.num_threads, params),
             may_start_early=may_start_early,
             cluster=config.num_ctas,
         )
+
+    def _query_lines(self, total_k: int) -> dict[str, Any]:
+        """The lines that say whose turn it is, where additions of a block map have an order."""
+        if self._problem.block_map is None or not self._shape.deterministic:
+            return dict.fromkeys(QUERY_LINES.fields, 0) | {"words": None}
+        lists = shape_of_lists_in(self._problem, self._shape.total_q, total_k)
+        by_queries, by_keys = walk_shapes(lists, self._problem)
+        lines_of_entry = by_queries.num_tiles * by_queries.num_lines
+        return {
+            "words": Pointer(_TURNS),
+            "seqlen": lists.seqlen_q,
+            "rows": by_queries.tile_rows // by_queries.num_lines,
+            "lines_of_entry": lines_of_entry,
+            "lines_of_head": lists.batch * lines_of_entry if lists.heads > 1 else 0,
+            "num_words": by_queries.num_words,
+            "blocks_of_tile": by_keys.tile_rows // by_queries.block_cols,
+            "tiles_of_entry": by_keys.num_tiles,
+            "unused": 0,
+        }
 
     def _last(self, *, may_start_early: bool) -> Launch:
         """The last kernel, which rounds dq."""
@@ -353,7 +375,10 @@ def backward(
     with on_device(q.device):
         program, behind = given_score(score, problem, q, k, q_walk)
         given, prepared = _given(
-            grads, (q, out, lse), walk, problem, deterministic, bits=bits, score=program
+            *(grads, (q, out, lse), walk, problem, deterministic),
+            bits=bits,
+            score=program,
+            q_walk=q_walk,
         )
         (k, v), call = routed(prepared.whole, (k, v))
         dk, dv, dq, *_ = call.run([*given, k, v], q.device, behind)
@@ -368,6 +393,7 @@ def _given(
     deterministic: bool,
     bits: Tensor | None = None,
     score: ScoreArguments | None = None,
+    q_walk: Walk | None = None,
 ) -> tuple[list[Tensor | None], _Pass]:
     """The buffers up to the turns, as kernels can read them, and what their layouts need; see `BackwardPass`.
     `saved` are q, out and lse."""
@@ -376,7 +402,12 @@ def _given(
     (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *rest)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    turns = turns_of_tiles(tiles, runs, prepared.row_groups) if deterministic else None
+    turns = None
+    if deterministic and problem.block_map is not None:
+        assert q_walk is not None
+        turns = q_walk.edges  # the words, which say it too
+    elif deterministic:
+        turns = turns_of_tiles(tiles, runs, prepared.row_groups)
     return [dout, dlse, q, out, lse, tiles, runs, edges, bits, turns], prepared
 
 
