@@ -265,7 +265,7 @@ private:
 
 }   // namespace ffa
 
-extern "C" __global__ void __launch_bounds__(256) ffa_block_map(const __grid_constant__ ffa::BlockMapParams params) {
+extern "C" __global__ void __launch_bounds__(1024) ffa_block_map(const __grid_constant__ ffa::BlockMapParams params) {
     extern __shared__ int memory[];
     ffa::ListReader(params, reinterpret_cast<unsigned*>(memory)).run();
 }
