@@ -16,6 +16,7 @@ CONTENDERS: dict[str, str] = {
     "magi-hopper": "magi:MagiHopper",
     "magi-triton": "magi:MagiTriton",
     "magi-cpu": "magi:MagiCpu",
+    "magi-flex": "flex:MagiFlex",
     "fa4": "flash_attention:FlashAttention4",
     "fa3": "flash_attention:FlashAttention3",
     "fa2-package": "flash_attention:FlashAttention2",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
+from magi_bench.contenders.magi import lists_of_heads
 from magi_bench.workloads.derive import block_areas, block_lists
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import _compat
@@ -49,6 +50,22 @@ class FlexTriton(Kernel):
         return lambda q, k, v: self._attend(q, k, v, block_mask=block_mask, **options)
 
 
+class MagiFlex(FlexTriton):
+    """The same call with `backend="magi"`: lists, plan and host included."""
+
+    name = "magi-flex"
+    label = "flex_attention on magi_compile"
+    levels = ("sparse",)
+    dtypes = ("bfloat16", "float16")
+    is_ours = True
+
+    @cached_property
+    def _attend(self) -> Callable[..., Tensor]:
+        _compat.allow_repeated_backward()
+        options = {"magi.strict": True}
+        return torch.compile(flex_attention, dynamic=False, backend="magi", options=options)
+
+
 class FlexFlash(FlexTriton):
     name = "flex-flash"
     label = "FlexAttention (FLASH)"
@@ -61,8 +78,14 @@ class FlexFlash(FlexTriton):
 
 
 def make_block_mask(workload: Workload, device: torch.device) -> BlockMask:
-    """Blocks that are full, and blocks in which `mask_mod` decides."""
+    """Blocks that are full, and blocks in which `mask_mod` decides; the lists alone where they say all."""
     case = workload.case
+    if workload.block_map and workload.blocks.is_uniform and case.block % 64 == 0:
+        return BlockMask.from_kv_blocks(
+            *lists_of_heads(workload, device),
+            BLOCK_SIZE=case.block,
+            seq_lengths=(case.seqlen, case.seqlen),
+        )
     if workload.block_map:
         areas = workload.blocks.areas(BLOCK).repeat_interleave(workload.blocks.group, 0).to(device)
     else:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import magi_compile
 from magi_bench.contenders.base import Attend, Kernel, import_error
+from magi_bench.workloads.derive import block_lists
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.kernels.base import AttnProblem
@@ -22,6 +23,8 @@ class _Magi(Kernel):
         return refusals(self.kernel, _problem(workload, device))
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        if walks_lists(self.kernel, workload):
+            return self._of_lists(workload, inputs)
         slices = workload.slices.to(inputs.q.device)
         problem = _problem(workload, inputs.q.device.type)
         lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
@@ -44,8 +47,34 @@ class _Magi(Kernel):
             .transpose(0, 1)
         )
 
+    def _of_lists(self, workload: Workload, inputs: Inputs) -> Attend:
+        case, device = workload.case, inputs.q.device
+        heads = [case.nheads_q, case.nheads_kv, *case.head_dims]
+        plan = torch.ops.magi.plan_lists(
+            *(lists_of_heads(workload, device), [case.block] * 2, 1, case.seqlen, case.seqlen),
+            *(getattr(torch, case.dtype), heads, 0.0, self.kernel),
+        )
+        scale = case.head_dim**-0.5
+        return lambda q, k, v: torch.ops.magi.attention(q, k, v, [], plan, scale, 0.0, self.kernel)[
+            0
+        ]
+
     def versions(self) -> dict[str, str]:
         return {"magi_compile": magi_compile.__version__}
+
+
+def walks_lists(kernel: str, workload: Workload) -> bool:
+    """True if the kernel takes the block lists of the workload as they are."""
+    blocks = workload.block_map
+    is_uniform = blocks is not None and blocks.is_uniform
+    return kernel == "hopper" and is_uniform and workload.case.block % 64 == 0
+
+
+def lists_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
+    """The lists of all query heads, `[1, nheads_q, blocks]` and `[1, nheads_q, blocks, blocks]`."""
+    blocks = workload.blocks
+    visible = blocks.visible.to(device).repeat_interleave(blocks.group, 0)
+    return list(block_lists(visible[None]))
 
 
 def _heads_as_rows(x: Tensor) -> Tensor:
@@ -55,7 +84,8 @@ def _heads_as_rows(x: Tensor) -> Tensor:
 
 def _problem(workload: Workload, device: str) -> AttnProblem:
     case = workload.case
-    heads = (1, 1) if workload.block_map else (case.nheads_q, case.nheads_kv)
+    is_folded = workload.block_map and not walks_lists("hopper", workload)
+    heads = (1, 1) if is_folded else (case.nheads_q, case.nheads_kv)
     dtype, scale = getattr(torch, case.dtype), case.head_dim**-0.5
     return problem_on(torch.device(device), dtype, (*heads, *case.head_dims), scale)
 
