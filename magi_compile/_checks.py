@@ -168,6 +168,15 @@ def on_flags(watch: Callable[[int, int, int], None]) -> None:
         watch(*flags.places)
 
 
+_keepers: list[Callable[[], None]] = []
+
+
+def on_failure(forget: Callable[[], None]) -> None:
+    """Calls `forget()` before the failures of a GPU are raised: what was made of the data that failed is worth
+    nothing, and a later call with the same data has to fail again."""
+    _keepers.append(forget)
+
+
 def require(checks: Sequence[MaskCheck]) -> None:
     """Raises `MaskDataError` for the first check that fails: now on a CPU, later on a GPU.
 
@@ -206,6 +215,8 @@ def raise_pending() -> None:
     for flags in _flags.values():
         failures = flags.take_failures()
         if failures:
+            for forget in _keepers:
+                forget()
             advice = FOR_ANY_DATA if _OF_INTERVALS & set(failures) else ""
             raise MaskDataError("; ".join(failures.values()) + advice)
 

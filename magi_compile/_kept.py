@@ -93,6 +93,7 @@ class Memo(Generic[T]):
 
     def __init__(self, most: int, tensors_of: Callable[[T], Sequence[Tensor]]):
         self.most, self.tensors_of = most, tensors_of
+        _all.add(self)
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
@@ -166,6 +167,15 @@ class Memo(Generic[T]):
         stream.wait_event(entry.event)
         for tensor in self.tensors_of(entry.value):
             tensor.record_stream(stream)
+
+
+_all: weakref.WeakSet[Memo[Any]] = weakref.WeakSet()
+
+
+def forget_all() -> None:
+    """Drops what is kept, of every kind."""
+    for memo in _all:
+        memo.clear()
 
 
 def _is_uncounted(x: Tensor) -> bool:

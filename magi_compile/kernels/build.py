@@ -18,10 +18,12 @@ from magi_compile.kernels.heuristics import (
     HOPPER_HEAD_DIMS,
     forward_config,
 )
+from magi_compile.kernels.plan import BlockMap
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
 from magi_compile.kernels.sm90.forward.split_kv import merge_variant, split_variant
 from magi_compile.kernels.sm90.masks.mask_slices import lists_variant
+from magi_compile.kernels.sm90.planner.block_map import block_map_variants
 from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
 from magi_compile.kernels.sm90.runtime import native
 from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compile_variant
@@ -37,6 +39,10 @@ def variants() -> Iterator[Variant]:
             yield forward_variant(problem, config, has_stairs=has_stairs, is_early=is_early)
         with_bits = replace(problem, has_bits=True)
         yield forward_variant(with_bits, forward_config(with_bits))
+        for rows, keys in ((64, 64), (128, 128)) if not softcap else ():
+            listed = replace(problem, block_map=BlockMap(1, 1, rows, keys))
+            yield forward_variant(listed, forward_config(listed))
+            yield backward_variants(listed)[1]
         if not softcap:
             yield merge_variant(head_dim, dtype)
         preprocess, main, postprocess = backward_variants(problem)
@@ -49,6 +55,7 @@ def variants() -> Iterator[Variant]:
     yield planner_variant(has_bits=True)
     yield split_variant()
     yield lists_variant()
+    yield from block_map_variants()
 
 
 def main() -> int:

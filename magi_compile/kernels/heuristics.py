@@ -179,6 +179,7 @@ _BACKWARD_LEAST_WAVES, _BACKWARD_MANY_WAVES = 0.85, 3
 # MB, and on an H200, which has 60.
 _SMALL_L2_BYTES = 55 * 2**20
 _BACKWARD_CACHED_BYTES, _BACKWARD_CACHED_BYTES_OF_SMALL_L2 = 48 * 2**20, 24 * 2**20
+_MAP_CACHED_BYTES, _MAP_CACHED_BYTES_OF_SMALL_L2 = 44 * 2**20, 36 * 2**20
 _LEAST_VISITS_OF_PASS = 64  # less does not pay for handing dk and dv on
 
 
@@ -251,17 +252,26 @@ class BackwardPasses(NamedTuple):
     least_visits: int = 0
 
 
+def map_passes(problem: AttnProblem, total_q: int, l2_bytes: int) -> int:
+    """The passes of the backward over the tiles of a block map; 0 where there is no map. Tiles at work at a time are
+    anywhere in the queries, so that a pass is for one query head of a group, and for as many of its queries as stay in
+    the cache."""
+    if problem.block_map is None:
+        return 0
+    row_bytes = hopper_head_dim(problem) * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
+    head_bytes = total_q // problem.block_map.batch * row_bytes
+    is_small = l2_bytes < _SMALL_L2_BYTES
+    cached_bytes = _MAP_CACHED_BYTES_OF_SMALL_L2 if is_small else _MAP_CACHED_BYTES
+    if head_bytes * problem.qhead_per_kvhead <= cached_bytes:
+        return 1
+    return int(problem.qhead_per_kvhead * -(-head_bytes // cached_bytes))
+
+
 def backward_passes(
-    problem: AttnProblem,
-    total_q: int,
-    num_tiles: int,
-    section_heads: int,
-    num_sms: int,
-    l2_bytes: int,
+    problem: AttnProblem, num_tiles: int, section_heads: int, num_sms: int, l2_bytes: int
 ) -> BackwardPasses:
     """For `num_tiles` of each head: as many heads as tiles keep the SMs busy times,
-    since items of several heads end later. Under a block map, tiles at work at a time are anywhere in the `total_q`
-    queries: one head, if not all of a group stay in the cache."""
+    since items of several heads end later."""
     waves = num_tiles * section_heads / (_BACKWARD_LEAST_WAVES * num_sms)
     row_bytes = hopper_head_dim(problem) * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
     block_bytes = backward_config(problem).block_cols * row_bytes
@@ -269,13 +279,6 @@ def backward_passes(
     most_heads = min(int(waves), group) if group > 1 else 0
     is_small = l2_bytes < _SMALL_L2_BYTES
     cached_bytes = _BACKWARD_CACHED_BYTES_OF_SMALL_L2 if is_small else _BACKWARD_CACHED_BYTES
-    if problem.block_map is not None:
-        is_cached = total_q * row_bytes * group <= cached_bytes
-        return (
-            BackwardPasses()
-            if is_cached or not most_heads
-            else BackwardPasses(1, 0, _LEAST_VISITS_OF_PASS)
-        )
     return BackwardPasses(most_heads, cached_bytes // block_bytes, _LEAST_VISITS_OF_PASS)
 
 

@@ -78,6 +78,9 @@ def map_refusals(shape: ListShape) -> list[str]:
     if not all(isinstance(x, int) for x in lengths):
         return []
     tiles = shape.batch * -(-max(lengths) // 128)
+    words = shape.heads * tiles * 3 * -(-max(lengths) // (64 * 32))
+    if words >= 2**31 or shape.heads >= 2**16:
+        return [f"has no numbers for the words of {shape.heads} heads of {max(lengths)} tokens"]
     if 4 * max(LISTS_AT_ONCE * words_of(shape.num_k), tiles) > _MOST_SHARED_BYTES:
         return [f"has no room for lists of {shape.num_k} blocks, or for {tiles} tiles of a head"]
     return []

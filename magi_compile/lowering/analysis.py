@@ -99,7 +99,8 @@ def _check_shapes(call: FlexCall, q: Any, k: Any, v: Any) -> None:
     """Raises ValueError where tensors do not fit together: FlexAttention looks at v only when it computes with it."""
     try:
         check_padded_shapes(q, k, v)
-        check_block_lists([value_of(node) for node in call.block_mask[2:4]], q)
+        lists = [value_of(node) for node in call.block_mask[2:6] if node is not None]
+        check_block_lists(lists, q)
     except ValueError as error:
         where = f" (flex_attention at {call.location})" if call.location else ""
         raise _compat.as_user_error(ValueError(f"{error}{where}")) from None

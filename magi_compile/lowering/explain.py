@@ -19,6 +19,7 @@ from magi_compile.lowering.options import DEFAULTS
 from magi_compile.lowering.report import Decision, LoweringReport
 from magi_compile.masks import AttnSlices, MaskType
 from magi_compile.masks.bits import FIRST_BITS
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops.arguments import Options
 
 
@@ -28,10 +29,15 @@ class AttentionCall:
 
     decision: Decision
     slices: AttnSlices | None
+    block_lists: BlockLists | None = None
 
     @property
     def density(self) -> float:
-        """The visible share of the score matrices of all batch entries."""
+        """The visible share of the score matrices of all batch entries; of block lists, that of blocks."""
+        if self.block_lists is not None:
+            num_q, num_k = self.block_lists.kv_indices.shape[-2:]
+            is_partial, is_full = self.block_lists.grids(num_q, num_k)
+            return float((is_partial | is_full).double().mean())
         if self.slices is None:
             raise ValueError(
                 "`density` needs slices, and this attention has none: it stays on FlexAttention"
@@ -54,6 +60,10 @@ class AttentionCall:
             text = ", ".join(kinds)
             lines.append(f"slices   {len(types)} ({text})" if types else "slices   0")
             lines.append(f"area     {self.slices.area():,} pairs, density {self.density:.4f}")
+        if self.block_lists is not None:
+            _, heads, num_q, num_k = self.block_lists.kv_indices.shape
+            blocks = f"{num_q} x {num_k} blocks for each of {heads} heads"
+            lines.append(f"lists    {blocks}, density {self.density:.4f}")
         if decision.kernel:
             lines.append(f"kernel   {decision.kernel}")
             lines.extend(f"         {note}" for note in decision.notes)
@@ -130,6 +140,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             call.node.target = _recording(call, explanation)
             if call.mask is not None:
                 call.node.update_arg(_SLICES, list(call.mask.ranges))
+            call.node.args = (*call.node.args, *call.block_lists)
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 module.recompile()
@@ -149,14 +160,17 @@ def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any
     target: Any = call.node.target
 
     def attention(*args: Any) -> Any:
-        slices = None
+        slices, listed = None, None
+        if call.decision.kernel and call.block_lists:
+            listed = BlockLists(*args[-len(call.block_lists) :])
+            args = args[: -len(call.block_lists)]
         if call.decision.kernel:
             (q, k, _), options = args[:_SLICES], Options(*args[_SLICES:])
         if call.decision.kernel and options.slices:
             q_ranges, k_ranges, mask_types = options.slices
             lists = (q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
             slices = AttnSlices.unchecked(*lists, options.bits).compact()
-        explanation.calls.append(AttentionCall(call.decision, slices))
+        explanation.calls.append(AttentionCall(call.decision, slices, listed))
         return target(*args)
 
     return attention

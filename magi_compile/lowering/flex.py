@@ -245,12 +245,13 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_hea
 
 
 class LoweredCall(NamedTuple):
-    """A decision, the node that now runs the attention: `magi::attention`,
-    or FlexAttention where it was refused; and its mask, whose slices need not be among its arguments."""
+    """A decision, the node that now runs the attention: `magi::attention`, or FlexAttention where it was refused; its
+    mask, whose slices need not be among its arguments; and the block lists that say all, where there are no slices."""
 
     decision: Decision
     node: Node
     mask: Mask | None = None
+    block_lists: tuple[Node, ...] = ()
 
 
 def lower_flex_attention(
@@ -308,7 +309,8 @@ def _lower_graph(
                 "run it; compute them on a GPU, or "
                 "change what is refused"
             )
-        lowered.append(LoweredCall(decision, node, mask))
+        listed = mask is not None and not mask.ranges
+        lowered.append(LoweredCall(decision, node, mask, call.block_lists if listed else ()))
     if nodes:
         # Not eliminate_dead_code(): it deletes calls with effects that FX does not know (vmap nesting, autocast).
         gm.graph.lint()
@@ -323,7 +325,8 @@ def _replace(
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
     route = found.route
     way = (route.heads, route.lists is not None)
-    key = (route.program.text, way, call.mask_buffers, call.block_lists, str(sizes))
+    lists = (call.block_lists, tuple(call.block_size))
+    key = (route.program.text, way, call.mask_buffers, lists, str(sizes))
     if key not in masks:
         masks[key] = emit_mask(emit, route, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile._checks import raise_pending
-from magi_compile._kept import Made, Memo
+from magi_compile._checks import on_failure, raise_pending
+from magi_compile._kept import Made, Memo, forget_all
 from magi_compile.kernels.base import (
     AttnProblem,
     Grads,
@@ -48,6 +48,7 @@ from magi_compile.ops.validation import check_op, check_op_gradients
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
 _lib = torch.library.Library("magi", "DEF")
+on_failure(forget_all)
 
 
 # plan

@@ -63,9 +63,7 @@ def test_sections_keep_the_sms_busy(num_tiles, grouped, single):
 def test_a_pass_has_as_many_heads_as_tiles_keep_the_sms_busy_times(heads, num_tiles, most_heads):
     """None where heads have keys of their own, or tiles do not once."""
     sections = backward_sections(problem(*heads), num_tiles, num_sms=132)
-    passes = backward_passes(
-        problem(*heads), 0, num_tiles, sections, num_sms=132, l2_bytes=60 * 2**20
-    )
+    passes = backward_passes(problem(*heads), num_tiles, sections, num_sms=132, l2_bytes=60 * 2**20)
     assert passes.most_heads == most_heads
 
 
@@ -77,7 +75,7 @@ def test_blocks_of_queries_that_stay_in_the_cache(head_dim, l2_bytes, cached):
     """Of q and dout in 16 bits, and sums of dq in fp32: 24 MiB on an H100 and 48 on an H200."""
     of_dim = problem(64, 8, head_dim)
     sections = backward_sections(of_dim, 128, 132)
-    passes = backward_passes(of_dim, 0, 128, sections, 132, l2_bytes)
+    passes = backward_passes(of_dim, 128, sections, 132, l2_bytes)
     block_bytes = backward_config(of_dim).block_cols * head_dim * (2 + 2 + 4)
     assert passes.cached_blocks * block_bytes <= cached < (passes.cached_blocks + 1) * block_bytes
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class MagiFlex(FlexTriton):
     @cached_property
     def _attend(self) -> Callable[..., Tensor]:
         _compat.allow_repeated_backward()
-        options = {"magi.strict": True}
+        options: dict[str, Any] = {"magi.strict": True}
         return torch.compile(flex_attention, dynamic=False, backend="magi", options=options)
 
 
@@ -81,8 +82,9 @@ def make_block_mask(workload: Workload, device: torch.device) -> BlockMask:
     """Blocks that are full, and blocks in which `mask_mod` decides; the lists alone where they say all."""
     case = workload.case
     if workload.block_map and workload.blocks.is_uniform and case.block % 64 == 0:
+        counts, indices = lists_of_heads(workload, device)
         return BlockMask.from_kv_blocks(
-            *lists_of_heads(workload, device),
+            *(counts, indices),
             BLOCK_SIZE=case.block,
             seq_lengths=(case.seqlen, case.seqlen),
         )

@@ -30,7 +30,7 @@ struct PreprocessParams {
     Writer::Params agenda;
 };
 
-static_assert(sizeof(PreprocessParams) == 224, "packed by magi_compile/kernels/sm90/params.py");
+static_assert(sizeof(PreprocessParams) == 232, "packed by magi_compile/kernels/sm90/params.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes

@@ -68,6 +68,9 @@ public:
     }
 
 private:
+    static constexpr bool kIsMapped = Config::kMapLines > 0;
+    using Map = MapWalk<Config::kBlockCols, kIsMapped ? Config::kMapLines : 1>;
+
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const Items<Config>& items) {
         const AgendaEntry& entry = items.entry();
@@ -87,8 +90,9 @@ private:
         work.is_ascending = entry.is_ascending;
         work.kv_head = entry.first_head + head_in_section;
         work.slot = entry.slot * params_.agenda.heads_per_section + head_in_section;
-        work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
-        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
+        const int parts_of_heads = work.num_parts / num_ranges(work);
+        work.num_qheads = params_.qhead_per_kvhead / parts_of_heads;
+        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part / num_ranges(work) * work.num_qheads;
         work.num_visits = kIsMapped ? num_mapped_blocks(work) : num_blocks * work.num_qheads;
         work.visits_to_count = is_head_by_head ? num_blocks : work.num_visits;
         if (work.num_visits == 0) {
@@ -136,33 +140,57 @@ private:
         }
     }
 
-    // Of a block map, where query heads have tiles of their own.
+    // Of a block map, parts of a tile may be for some of the queries of a head: in how many ranges these are divided.
+    __device__ __forceinline__ int num_ranges(const TileOfHead& work) const {
+        return kIsMapped ? max(work.num_parts / params_.qhead_per_kvhead, 1) : 1;
+    }
+
+    // The first word of this part's range, or behind it, of a line.
+    __device__ __forceinline__ int range_border(const TileOfHead& work, const Run& run, int next) const {
+        const int ranges = num_ranges(work);
+        return Map::num_words(run) * (work.part % ranges + next) / ranges;
+    }
+
+    // Query heads may have tiles of their own.
     __device__ __forceinline__ const Tile& tile_of_head(const TileOfHead& work, int group) const {
         return params_.tiles[(work.qhead + group) * params_.tiles_of_head + work.tile_index];
+    }
+
+    // Blocks of the run of a tile in this part.
+    __device__ __forceinline__ int num_mapped_blocks(const TileOfHead& work, const Tile& tile) const {
+        if (tile.run_begin == tile.run_end) {
+            return 0;
+        }
+        const Run& run = params_.runs[tile.run_begin];
+        if (num_ranges(work) == 1) {
+            return run.num_blocks;
+        }
+        return Map::count(run, params_.map_words, range_border(work, run, 0), range_border(work, run, 1));
     }
 
     __device__ __forceinline__ int num_mapped_blocks(const TileOfHead& work) const {
         int sum = 0;
 #pragma unroll 1
         for (int group = 0; group < work.num_qheads; ++group) {
-            const Tile& tile = tile_of_head(work, group);
-            sum += tile.run_begin < tile.run_end ? params_.runs[tile.run_begin].num_blocks : 0;
+            sum += num_mapped_blocks(work, tile_of_head(work, group));
         }
         return sum;
     }
 
     // Head by head, the one run of each.
     __device__ __forceinline__ void load_mapped() {
+        const bool is_one_head = work().num_qheads == 1;
 #pragma unroll 1
         for (int group = 0; group < work().num_qheads; ++group) {
             const Tile& tile = tile_of_head(work(), group);
-            if (tile.run_begin == tile.run_end) {
+            int left = is_one_head ? work().num_visits : num_mapped_blocks(work(), tile);
+            if (left == 0) {
                 continue;
             }
             const Run& run = params_.runs[tile.run_begin];
-            MapWalk<Config::kBlockCols, kLines> walk(run, params_.map_words);
+            Map walk(run, params_.map_words, range_border(work(), run, 0));
 #pragma unroll 1
-            for (int left = run.num_blocks; left > 0; --left) {
+            for (; left > 0; --left) {
                 const MappedBlock block = walk.next();
                 const bool is_masked =
                     work().is_short(Config::kTileRows) || block.col + Config::kBlockCols > run.col_end;
@@ -178,13 +206,16 @@ private:
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
         block.first = visit.col;
         block.end = col_end;
-        const int head = work().qhead + visit.group;
-        block.head_and_lines = Config::kMapLines > 1 ? Block::with_lines(head, lines) : head;
+        block.head_and_lines = work().qhead + visit.group;
+        if constexpr (Config::kMapLines > 1) {
+            block.head_and_lines = Block::with_lines(block.head_and_lines, lines);
+        }
         block.mask_row = is_masked ? work().tile.row_begin : kNoMask;
         const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
-        load_for_all<0>(smem_.q[block_.slot], params_.q, q_full, visit.col, head);
-        tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0, head);
+        load_for_all<0>(smem_.q[block_.slot], params_.q, q_full, visit.col, block.template head<Config>());
+        tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0,
+                    block.template head<Config>());
         if (is_masked) {
             cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
         }
@@ -193,7 +224,7 @@ private:
         uint64_t& dout_full = smem_.dout_full[dout.slot];
         mbarrier_wait(smem_.dout_empty[dout.slot], dout.phase ^ 1);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
-        load_for_all<1>(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, head);
+        load_for_all<1>(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, block.template head<Config>());
         block_.advance();
         ++num_blocks_;
     }
@@ -230,9 +261,6 @@ private:
             }
         }
     }
-
-    static constexpr bool kIsMapped = Config::kMapLines > 0;
-    static constexpr int kLines = kIsMapped ? Config::kMapLines : 1;
 
     // The tile that is being loaded.
     __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[smem_.kv_phase ^ 1]; }

@@ -18,9 +18,33 @@ struct MappedBlock {
 template <int kBlockCols, int kLines>
 class MapWalk {
 public:
-    __device__ __forceinline__ MapWalk(const Run& run, const unsigned* words)
-        : words_(words + run.bits), stride_(num_words(run)), col_(run.first) {
+    // From word `first_word` of each line on.
+    __device__ __forceinline__ MapWalk(const Run& run, const unsigned* words, int first_word = 0)
+        : words_(words + run.bits + first_word),
+          stride_(num_words(run)),
+          col_(run.first + first_word * kBlocksOfWord * kBlockCols) {
         load();
+    }
+
+    __device__ __forceinline__ static int num_words(const Run& run) {
+        return (run.col_end - run.first + kBlocksOfWord * kBlockCols - 1) / (kBlocksOfWord * kBlockCols);
+    }
+
+    // The blocks of some words.
+    __device__ __forceinline__ static int count(const Run& run, const unsigned* words, int first_word, int end_word) {
+        const unsigned* const line = words + run.bits;
+        const int stride = num_words(run);
+        int sum = 0;
+#pragma unroll 2
+        for (int word = first_word; word < end_word; ++word) {
+            unsigned some = line[word];
+#pragma unroll
+            for (int i = 1; i < kLines; ++i) {
+                some |= line[i * stride + word];
+            }
+            sum += __popc(some);
+        }
+        return sum;
     }
 
     // There is one: who asks counts.
@@ -43,10 +67,6 @@ public:
     }
 
 private:
-    __device__ __forceinline__ static int num_words(const Run& run) {
-        return (run.col_end - run.first + kBlocksOfWord * kBlockCols - 1) / (kBlocksOfWord * kBlockCols);
-    }
-
     __device__ __forceinline__ void load() {
 #pragma unroll
         for (int line = 0; line < kLines; ++line) {

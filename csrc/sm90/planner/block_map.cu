@@ -1,8 +1,7 @@
 // The plan of block lists: both walks of a block map. `magi_compile/plan/block_map.py` says what it is, in operations
 // of torch. Two kernels:
 //
-//   lists -> for each line of a tile of queries the blocks of keys that it sees, and for each line of a tile of keys
-//   the
+//   lists -> what each line of a tile of queries sees of the blocks of keys, and each line of a tile of keys of the
 //            blocks of queries: a thread block for 32 lists
 //   lines -> how many blocks the rows of a tile see, tiles and runs: a thread block for each head and walk
 //
@@ -36,8 +35,7 @@ struct BlockMapParams {
     Int* flags[2];        // of an index and of a count that is out of range
     int batch, heads;     // of the lists: heads with lists of their own
     int block_rows, block_keys, num_q, num_k;
-    int list_words;   // num_k bits
-    int unused;
+    int list_words;        // num_k bits
     MappedWalk walks[2];   // by queries, by keys
 };
 

@@ -118,7 +118,8 @@ AGENDA_WRITER = Struct(
     _addresses("tiles", "runs")
     | {"agenda": AGENDA, "scratch": ADDRESS}
     | _ints("num_tiles", "num_slots", "qhead_per_kvhead", "num_blocks")
-    | _ints("is_one_way", "most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass"),
+    | _ints("is_one_way", "most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass")
+    | _ints("passes_of_map"),
 )
 QUERY_LINES = Struct(
     "backward::QueryLines",
@@ -190,7 +191,7 @@ BLOCK_MAP = Struct(
     {"lists": (BLOCK_LIST, 2)}
     | _addresses("broken", "num_done", "counts")
     | {"flags": (ADDRESS, 2)}
-    | _ints("batch", "heads", "block_rows", "block_keys", "num_q", "num_k", "list_words", "unused")
+    | _ints("batch", "heads", "block_rows", "block_keys", "num_q", "num_k", "list_words")
     | {"walks": (MAPPED_WALK, 2)},
 )
 BLOCK_LISTS = Struct(

@@ -300,6 +300,7 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
 inline int __reduce_min_sync(unsigned, int value) {
     const uint64_t* const values = turns::meet_warp(static_cast<unsigned>(value));

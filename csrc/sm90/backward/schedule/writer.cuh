@@ -6,6 +6,9 @@
 //   first, so that nobody waits for long. Full and causal masks need none: what follows keeps their thread blocks close
 //   together.
 //
+//   Under a block map, thread blocks are anywhere in the queries: there a pass is for one head, and where its queries
+//   are more than stay in the cache, for some of these.
+//
 //   Directions. Thread blocks that start together on a document walk from its last queries to the first. Under a causal
 //   mask they end one after the other, the shortest tile first; those that follow walk the other way, close behind one
 //   another, and end together.
@@ -61,9 +64,10 @@ public:
         int most_heads_of_pass;     // of a group, that keep all blocks busy; 0 where there is one pass for all of them
         int blocks_of_cache;        // of queries of a head, that stay in the L2 cache
         int least_visits_of_pass;   // of a tile, in the mean: less does not pay for handing on
+        int passes_of_map;          // of a block map: one, or each for one head and some of the queries; 0 for others
     };
 
-    static_assert(sizeof(Params) == 104, "packed by magi_compile/kernels/sm90/params.py");
+    static_assert(sizeof(Params) == 112, "packed by magi_compile/kernels/sm90/params.py");
 
     __device__ __forceinline__ explicit AgendaWriter(const Params& params) : params_(params), agenda_(params.agenda) {}
 
@@ -83,7 +87,7 @@ public:
             agenda_.counters->num_in_step = waves_in_step * params_.num_blocks;
             *agenda_.num_entries = num_entries;
         });
-        return {agenda_.heads_per_section * params_.qhead_per_kvhead, num_passes};
+        return {agenda_.heads_per_section * params_.qhead_per_kvhead, params_.passes_of_map > 0 ? 1 : num_passes};
     }
 
 private:
@@ -146,6 +150,9 @@ private:
     // Whole waves in front of the first tile in parts, under a full mask whose walks are long: thread blocks that start
     // together on these also end together.
     __device__ int items_in_step(int num_entries) const {
+        if (params_.passes_of_map > 0) {
+            return 0;   // tiles are those of a mean head, and thread blocks anywhere in the queries
+        }
         const int blocks = num_tiles_ > 0 ? blocks_of(0) : 0;
         int& scratch = agenda_.counters->ticket;
         const bool are_equal =
@@ -161,6 +168,9 @@ private:
     // walks are all alike, or each is as much shorter than the one before as under a causal mask, or what is handed on
     // would cost too much.
     __device__ int passes() const {
+        if (params_.passes_of_map > 0) {
+            return params_.passes_of_map;
+        }
         const int group = params_.qhead_per_kvhead;
         const int mean_blocks = num_blocks_ / max(num_tiles_, 1);
         if (params_.most_heads_of_pass == 0 || mean_blocks * group <= params_.blocks_of_cache) {

@@ -16,6 +16,7 @@ from magi_compile.kernels.heuristics import (
     backward_config,
     backward_passes,
     backward_sections,
+    map_passes,
 )
 from magi_compile.kernels.mapped import shape_of_lists_in, walk_shapes
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
@@ -99,15 +100,18 @@ class _Pass:
         self._grid = min(shape.num_tiles * problem.nheads_q, places)
         self._section_heads = backward_sections(problem, shape.num_tiles, places)
         cache = l2_bytes(shape.device_index)
-        self._passes = backward_passes(
-            *(problem, shape.total_q, shape.num_tiles, self._section_heads, places, cache)
-        )
+        self._passes = backward_passes(problem, shape.num_tiles, self._section_heads, places, cache)
+        self._map_passes = map_passes(problem, shape.total_q, cache)
         if shape.deterministic or shape.num_tiles > _MOST_TILES_HANDED_ON:
+            self._passes, self._map_passes = BackwardPasses(), min(self._map_passes, 1)
+        elif problem.block_map is not None:
             self._passes = BackwardPasses()
+        group = problem.qhead_per_kvhead
+        num_passes = self._map_passes or (group if self._passes.most_heads > 0 else 1)
         padded_q = _padded(shape.total_q)
         self._scratch = scratch = Scratch.of(
             *(problem, self._config, padded_q, shape.num_tiles),
-            *(self._section_heads, self._grid, self._passes.most_heads > 0),
+            *(self._section_heads, self._grid, num_passes),
         )
         rounds = rounds_dq(self._config, shape.deterministic)
         self._wanted = _in_scratch(scratch.wanted) if rounds else None
@@ -186,6 +190,7 @@ class _Pass:
             "most_heads_of_pass": passes.most_heads,
             "blocks_of_cache": passes.cached_blocks,
             "least_visits_of_pass": passes.least_visits,
+            "passes_of_map": self._map_passes,
         }
 
     def _first(self) -> Launch:

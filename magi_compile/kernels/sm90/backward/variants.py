@@ -57,8 +57,8 @@ def backward_variants(
         **score_defines(score),
     }
     main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
-    # The producer of a cluster has few registers for the words of a block map.
-    has_words = problem.block_map is not None and config.num_ctas > 1
+    # Beside a soft-cap, and in the producer of a cluster, there are few registers for the words of a block map.
+    has_words = problem.block_map is not None and bool(config.num_ctas > 1 or problem.softcap)
     may_spill = score is not None or has_words or is_between_hopper_head_dims(problem)
     return (
         _variant(

@@ -45,17 +45,16 @@ class Scratch(NamedTuple):
         num_tiles: int,
         heads_per_section: int,
         grid: int,
-        has_passes: bool = False,
+        most_passes: int = 1,
     ) -> Scratch:
-        """Lays out the workspace. With passes over all tiles, each tile has a slot, and an entry for each query head of
-        a group."""
+        """Lays out the workspace. With passes over all tiles, each tile has a slot, and an entry for each of them."""
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
         num_items = num_tiles * problem.nheads_kv // heads_per_section
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
         num_slots = min(num_items * group, most_slots) if group > 1 else 0
-        if has_passes:
+        if most_passes > 1:
             num_slots = max(num_slots, num_tiles)
-        num_entries = max(num_items + num_slots, num_items * group if has_passes else 0)
+        num_entries = max(num_items + num_slots, num_items * most_passes if most_passes > 1 else 0)
         num_partials = num_slots * heads_per_section
         head_dim = hopper_head_dim(problem)
         stats = nheads_q * padded_q * head_dim

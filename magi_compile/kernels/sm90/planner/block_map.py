@@ -19,7 +19,7 @@ from magi_compile.kernels.mapped import (
     words_of,
 )
 from magi_compile.kernels.plan import BlockMap, Plan, PlanTiles, shape_of, strides_of, unpack
-from magi_compile.kernels.sm90.masks.list_fields import list_fields
+from magi_compile.kernels.sm90.masks.list_fields import check_lists, list_fields
 from magi_compile.kernels.sm90.params import BLOCK_MAP
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
@@ -58,7 +58,7 @@ def plan_of_lists(lists: BlockLists, shape: ListShape, problem: AttnProblem) -> 
     """The plan of `lists`: on their GPU, on torch's current stream, without a wait; elsewhere by operations of torch.
 
     Args:
-        lists: int32, as in a BlockMask, of 1 or `shape.batch` batch entries and 1 or `shape.heads` heads.
+        lists: ints, as in a BlockMask, of 1 or `shape.batch` batch entries and 1 or `shape.heads` heads.
         shape: nothing is in `map_refusals` of it.
         problem: has the `block_map_of` the shape.
 
@@ -68,9 +68,15 @@ def plan_of_lists(lists: BlockLists, shape: ListShape, problem: AttnProblem) -> 
     Raises:
         MaskDataError: a list names a block that there is not, on a GPU with a later call.
         NotImplementedError: there is no room for so many blocks.
+        ValueError: there are too few lists, or of other batch entries or heads.
     """
     if refusals := map_refusals(shape):
         raise NotImplementedError(f"the plan of block lists {refusals[0]}")
+    device = lists.kv_indices.device
+    lists.check_lengths(shape.num_q)
+    for kind in lists.kinds:
+        check_lists(kind, shape.batch, device)
+    lists.check_heads(shape.heads)
     walks, tiles = walk_shapes(shape, problem), plan_tiles(problem)
     if not _is_on_gpu(lists):
         is_partial, is_full = lists.grids(shape.num_q, shape.num_k)
@@ -78,8 +84,7 @@ def plan_of_lists(lists: BlockLists, shape: ListShape, problem: AttnProblem) -> 
         q_walk, k_walk = (walk_of_lists(listed, walk) for walk in walks)
         return Plan(tiles, q_walk, k_walk, q_walk.tiles.new_zeros(0), block_map=problem.block_map)
     raise_pending()
-    device = lists.kv_indices.device
-    kinds = [broadcast(kind, shape.num_q) for kind in lists.kinds]
+    kinds = [[x.int() for x in broadcast(kind, shape.num_q)] for kind in lists.kinds]
     layouts = tuple((x.shape, x.stride()) for kind in kinds for x in kind)
     with on_device(device):
         call = _call(layouts, shape, walks, tiles, problem.block_map, device)
@@ -126,7 +131,6 @@ def _call(
         num_q=shape.num_q,
         num_k=shape.num_k,
         list_words=list_words,
-        unused=0,
         walks=fields,
     )
     of_lists, of_tiles = (load_function(x, device.index) for x in block_map_variants())

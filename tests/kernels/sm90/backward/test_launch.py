@@ -136,8 +136,9 @@ def test_what_lies_in_scratch_does_not_overlap(
     num_slots = before["agenda.num_slots"]
     num_items = num_tiles * heads_kv // heads
     slots_of_parts = min(num_items * group, 768 // heads) if group > 1 else 0
-    assert num_slots == max(slots_of_parts, num_tiles * (most_heads > 0))
-    most_entries = max(num_items + num_slots, num_items * group * (most_heads > 0))
+    has_passes = most_heads > 0 and group > 1
+    assert num_slots == max(slots_of_parts, num_tiles * has_passes)
+    most_entries = max(num_items + num_slots, num_items * group * has_passes)
     sizes = [
         HEADS_Q * PADDED * HEAD_DIM,
         HEADS_Q * PADDED * 3,
@@ -161,7 +162,10 @@ def test_what_lies_in_scratch_does_not_overlap(
     assert starts == sorted(starts)
     assert not any(starts[i] % 16 for i in (0, 1, 2, 3))
     scratch = Scratch.of(
-        *(problem, backward_config(problem), PADDED, num_tiles), heads, grid, most_heads > 0
+        *(problem, backward_config(problem), PADDED, num_tiles),
+        heads,
+        grid,
+        group if most_heads else 1,
     )
     assert scratch.size == ends[-1] - starts[0]
 
