@@ -269,24 +269,25 @@ def test_broken_lists_stay_broken():
 def test_one_graph_of_two_block_sizes():
     """The same lists mean other pairs."""
     torch._dynamo.reset()
-    counts = torch.full((1, 1, 4), 1, dtype=torch.int32, device="cuda")
-    indices = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device="cuda").view(1, 1, 4, 1)
+    counts = torch.full((1, 1, 8), 1, dtype=torch.int32, device="cuda")
+    chosen = torch.tensor([3, 0, 2, 1, 1, 2, 3, 0], dtype=torch.int32, device="cuda")
+    indices = chosen.view(1, 1, 8, 1)
 
     @torch.compile(backend="magi", fullgraph=True, options={"magi.strict": True})
     def attend(q, k, v, counts, indices):
         masks = [
-            BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=size, seq_lengths=(512, 512))
+            BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=size, seq_lengths=(1024, 1024))
             for size in (128, 256)
         ]
         return [flex_attention(q, k, v, block_mask=mask) for mask in masks]
 
-    q, k, v, _ = inputs((1, 2, 2, 1, 1, 512, 512, 64, 128))
-    listed = torch.zeros(4, 4, dtype=torch.bool, device="cuda").scatter(
+    q, k, v, _ = inputs((1, 2, 2, 1, 1, 1024, 1024, 64, 128))
+    listed = torch.zeros(8, 8, dtype=torch.bool, device="cuda").scatter(
         1, indices[0, 0].long(), True
     )
     with torch.no_grad():
         for out, size in zip(attend(q, k, v, counts, indices), (128, 256), strict=True):
-            visible = listed.repeat_interleave(size, 0).repeat_interleave(size, 1)[:512, :512]
+            visible = listed.repeat_interleave(size, 0).repeat_interleave(size, 1)[:1024, :1024]
             compare([out], dense_attention(q, k, v, visible.expand(1, 2, -1, -1))[:1])
 
 

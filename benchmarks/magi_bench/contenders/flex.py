@@ -20,6 +20,10 @@ from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import _compat
 
 BLOCK = 128
+_TILES_OF_64 = {
+    **dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), 64),
+    **dict.fromkeys(("BLOCK_M1", "BLOCK_N2"), 32),
+}
 
 
 class FlexTriton(Kernel):
@@ -44,11 +48,14 @@ class FlexTriton(Kernel):
         block_mask = None
         if workload.case.mask != "full":
             block_mask = make_block_mask(workload, inputs.q.device)
-        options = {
-            "enable_gqa": True,
-            "kernel_options": {"BACKEND": self.backend} if self.backend else None,
-        }
+        options = {"enable_gqa": True, "kernel_options": self._kernel_options(workload)}
         return lambda q, k, v: self._attend(q, k, v, block_mask=block_mask, **options)
+
+    def _kernel_options(self, workload: Workload) -> dict[str, Any] | None:
+        if self.backend:
+            return {"BACKEND": self.backend}
+        # By itself it takes larger tiles, which blocks of 64 are not divided by.
+        return dict(_TILES_OF_64) if workload.block_map and workload.case.block == 64 else None
 
 
 class MagiFlex(FlexTriton):
@@ -65,6 +72,9 @@ class MagiFlex(FlexTriton):
         _compat.allow_repeated_backward()
         options: dict[str, Any] = {"magi.strict": True}
         return torch.compile(flex_attention, dynamic=False, backend="magi", options=options)
+
+    def _kernel_options(self, workload: Workload) -> dict[str, Any] | None:
+        return None
 
 
 class FlexFlash(FlexTriton):

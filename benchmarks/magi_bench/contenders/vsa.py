@@ -27,7 +27,16 @@ class Vsa(Kernel):
     def available(self) -> str | None:
         # The package chooses by this variable. A worker has one contender, but inherits what another one has set.
         os.environ["FASTVIDEO_VSA_TRITON"] = str(int(self.uses_triton))
-        return import_error("fastvideo_kernel.block_sparse_attn")
+        if (reason := import_error("fastvideo_kernel.block_sparse_attn")) or self.uses_triton:
+            return reason
+        from fastvideo_kernel.block_sparse_attn import _get_sm90_ops
+
+        is_there = all(op is not None for op in _get_sm90_ops())
+        return (
+            None
+            if is_there
+            else "its CUDA kernel cannot be loaded; the package would take Triton's"
+        )
 
     def versions(self) -> dict[str, str]:
         return {"fastvideo-kernel": version("fastvideo-kernel")}
