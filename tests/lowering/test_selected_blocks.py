@@ -1,5 +1,7 @@
 """Attention to the blocks that `select_blocks` chooses: what dense attention computes, compiled and eager."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask, flex_attention
@@ -7,6 +9,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 import magi_compile
 from magi_compile import select_blocks
 from magi_compile._compat import num_compiled_graphs
+from tests.support.waits import no_waits
 
 SEQLEN = 300
 CHOICES = {
@@ -28,13 +31,13 @@ def inputs(seed=0):
 
 
 def dense(q, k, v, mask):
-    """What a query of a mask sees, in its blocks."""
-    rows, keys = mask.BLOCK_SIZE
+    """Attention to what a mask shows in the blocks that it lists."""
+    (batch, nheads, seqlen, head_dim), (rows, keys) = q.shape, mask.BLOCK_SIZE
     listed = mask.to_dense().bool().repeat_interleave(rows, 2).repeat_interleave(keys, 3)
-    shown = create_mask(mask.mask_mod, 2, 4, SEQLEN, SEQLEN, device="cpu")
-    visible = shown & listed[:, :, :SEQLEN, :SEQLEN]
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    scores = (q @ k.mT / 4).masked_fill(~visible, -torch.inf)
+    shown = create_mask(mask.mask_mod, batch, nheads, seqlen, seqlen, device=q.device)
+    visible = shown & listed[:, :, :seqlen, :seqlen]
+    k, v = (x.repeat_interleave(nheads // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * head_dim**-0.5).masked_fill(~visible, -torch.inf)
     return (scores - scores.logsumexp(-1, keepdim=True).clamp(min=-1e30)).exp() @ v
 
 
@@ -116,3 +119,30 @@ def test_lists_by_key_are_not_computed(causal):
     assert names.count("aten.topk.default") == 1
     assert names.count("aten.sort.stable") == 2 * causal  # partial and full blocks by query
     assert not any("index_put" in name for name in names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", CHOICES)
+def test_on_a_gpu(choice):
+    """Without waiting for it."""
+
+    @compiled
+    def attend(q, k, v):
+        mask = select_blocks(q, k, 3, **CHOICES[choice])
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, nheads, 320, 64) for nheads in (4, 2, 2)]
+    for number in range(3):
+        given = [
+            torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+            for shape in shapes
+        ]
+        leaves = [x.requires_grad_() for x in given]
+        with no_waits() if number == 2 else nullcontext():
+            found = step(attend, *leaves)
+        mask = select_blocks(*leaves[:2], 3, **CHOICES[choice])
+        wanted = step(dense, *(x.detach().double().requires_grad_() for x in leaves), mask)
+        for x, y in zip(found, wanted, strict=True):
+            size = y.abs().max()
+            torch.testing.assert_close(x.double() / size, y / size, atol=0.02, rtol=0)
