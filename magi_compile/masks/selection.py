@@ -40,6 +40,7 @@ def select_blocks(
     that, and repeats which blocks are chosen. But the choice is one for a block of queries. By "mean" it depends on all
     of these, so what a query gets depends on the queries behind it in its block. It depends on nothing behind it with
     `by="first"`, `local_blocks` of at least 1 and blocks of as many queries as keys.
+    A block of more queries than keys may choose only blocks behind some of its queries: these see nothing and get 0.
 
     Args:
         q: queries `[batch, nheads_q, seqlen_q, head_dim]`, of any dtype.
