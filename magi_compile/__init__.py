@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         MaskType,
         UnsupportedMaskError,
         create_block_mask,
+        select_blocks,
     )
     from magi_compile.ops.attention import (
         AttnOutput,
@@ -61,6 +62,7 @@ __all__ = [
     "make_backend",
     "masks",
     "ops",
+    "select_blocks",
     "synchronize_checks",
 ]
 
@@ -86,6 +88,7 @@ _HOMES = {
     "flex_flash_attention": "ops.attention",
     "lowering_report": "lowering.report",
     "make_backend": "lowering.backend",
+    "select_blocks": "masks",
     "synchronize_checks": "_checks",
 }
 # Packages that are public by themselves, loaded at first use too; `ops` defines `torch.ops.magi`.

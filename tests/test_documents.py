@@ -22,6 +22,7 @@ SUPPORT = Path(__file__).parent / "support" / "pages"
 GUIDES = [
     "getting_started",
     "masks",
+    "block_sparse",
     "lowering",
     "transformers",
     "trainer",

@@ -23,7 +23,7 @@ LAYERS = [
 # The rooms and files of `masks/`, in which arrows go one way too.
 MASKS = [
     *("arguments", "bits", "errors", "geometry", "normal_form", "slices"),
-    *("expr", "solver", "program", "evaluation", "library", "picture", "block_mask"),
+    *("expr", "solver", "program", "evaluation", "library", "picture", "block_mask", "selection"),
 ]
 # Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import.
 

@@ -16,7 +16,7 @@ from typing_extensions import assert_type
 
 import magi_compile
 from magi_compile import AttnOutput, AttnSlices
-from magi_compile import create_block_mask, flex_attention
+from magi_compile import create_block_mask, flex_attention, select_blocks
 from magi_compile import flex_flash_attention
 import magi_compile.dtensor
 from magi_compile.dtensor import (
@@ -47,6 +47,8 @@ def attend(
     assert_type(found, AttnOutput)
     assert_type(found.max_scores, Tensor | None)
     assert_type(create_block_mask(named.mask_mod, None, None, 7, 7), BlockMask)
+    assert_type(select_blocks(q, k, 8, (64, 128), heads="group", by="first"), BlockMask)
+    select_blocks(q, k, 8, heads="kv")  # error: [arg-type]
     magi_compile.enable(strict=True, kernel=None)
     magi_compile.enable(sloppy=True)  # error: [call-arg]
     magi_compile.enable(kernel="hoper")  # error: [arg-type]

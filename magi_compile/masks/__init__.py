@@ -14,6 +14,7 @@ from magi_compile.masks.picture import plot
 from magi_compile.masks.program.program import MaskProgram  # noqa: F401
 from magi_compile.masks.program.read import TracedMask, trace_mask_mod  # noqa: F401
 from magi_compile.masks.program.trace import trace_graph  # noqa: F401
+from magi_compile.masks.selection import select_blocks
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "create_block_mask",
     "library",
     "plot",
+    "select_blocks",
     "slices_from_block_mask",
 ]

@@ -71,6 +71,7 @@ def text_cases():
     square = numbers(0, 5, 150, 150, dtype=torch.int32)
     entries = numbers(0, 3, 2, 4, 150, dtype=torch.int16)
     flags = numbers(0, 2, 150, dtype=torch.bool)
+    chosen = numbers(0, 2, 2, 4, 3, 5, dtype=torch.bool)
     for text, tables, *symbols in (
         ("(t0[q] & t0[kv]) != 0", [ids]),
         ("t0[q, kv] > 2", [square]),
@@ -104,6 +105,7 @@ def text_cases():
         ("t0[b, h, q] == t0[b, h, kv]", [entries]),
         ("t0[b][h][q] != t0[b, h][kv]", [entries]),
         ("t0[1, :, q][h] > t0[b, -1, kv]", [entries]),
+        ("(q >= kv) & t0[b, h, q // 64, kv // 32]", [chosen]),
         ("(h * 30 + q >= kv) & (h % 2 == b)", []),
         ("(t0.cumsum(0)[q] > t0.flip(0)[kv]) & (t0.sum() < 100)", [ids]),
         ("(q - kv).abs() <= torch.tensor(9)", []),
