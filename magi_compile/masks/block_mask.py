@@ -366,12 +366,7 @@ def convert_mask_mod(
     traced, reasons = _read(mask_mod, device)
     place = device if traced is None else _place_of(traced, device)
     watched = None if traced is None else traced.watched
-    found = Converted(
-        AttnSlices.full(0),
-        watched,
-        is_of_entry=_depends_on("b", traced),
-        is_of_head=_depends_on("h", traced),
-    )
+    depends = {"is_of_entry": _depends_on("b", traced), "is_of_head": _depends_on("h", traced)}
     if traced is not None:
         sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         intervals = exact_intervals(
@@ -379,11 +374,11 @@ def convert_mask_mod(
         )
         if intervals is not None:
             _verify(traced, intervals)
-            return found._replace(slices=slices_from_intervals(intervals))
+            return Converted(slices_from_intervals(intervals), watched, **depends)
     grid = Grid(1, ONE_MASK, seqlen_q, seqlen_k)
     with _evaluating(reasons):
         slices = slices_with_bits(mask_mod, grid, None, place)
-    return found._replace(slices=without_padding(slices))
+    return Converted(without_padding(slices), watched, **depends)
 
 
 def _place_of(traced: TracedMask, device: torch.device) -> torch.device:
