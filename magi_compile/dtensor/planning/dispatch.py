@@ -395,8 +395,8 @@ def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Ten
 
 
 def _imbalance(table: ChunkTable, assignment: Tensor) -> float:
-    loads = table.area[assignment].sum(1)
-    return int(loads.max()) * len(loads) / max(int(loads.sum()), 1)
+    loads = table.area[assignment].sum(1).tolist()
+    return max(loads) * len(loads) / max(sum(loads), 1)
 
 
 Strategy = Callable[[ChunkTable, int, float, CostModel], Tensor]

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -239,7 +239,7 @@ def plan_rank_together(
         others += [_bytes_of(-2), bytes_of(permutation)]
     for placement in keys or []:
         others += [_bytes_of(-3), b"" if placement is None else _content_of_placement(placement)]
-    rest = b"".join([*others, repr(options).encode()])
+    rest = b"".join([*others, _text_of(options)])
     digests = [_digest(content + rest) for content in contents]
     with _lock:
         if all((digest, rank) in _plans for digest in digests):
@@ -359,6 +359,11 @@ def _content_of(slices: AttnSlices, cp_size: int) -> bytes:
 
 def _content_of_placement(placement: Placement) -> bytes:
     return _bytes_of(placement.chunk_size, *placement.chunks.shape) + bytes_of(placement.chunks)
+
+
+@lru_cache
+def _text_of(options: ContextParallelOptions) -> bytes:
+    return repr(options).encode()
 
 
 def _bytes_of(*numbers: int) -> bytes:
