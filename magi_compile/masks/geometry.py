@@ -218,7 +218,7 @@ class Rects(NamedTuple):
             self.diag_hi == NO_DIAG, self.row_end, self.col_end - self.diag_hi + 1
         ).clamp(self.row_begin, self.row_end)
         cuts = [self.row_begin, torch.minimum(left, right), torch.maximum(left, right)]
-        thrice = Rects(*(field.repeat(3) for field in self))
+        thrice = Rects(*(torch.cat([field] * 3) for field in self))
         return thrice.clipped(torch.cat(cuts), torch.cat([*cuts[1:], self.row_end]))
 
     def cut_at(self, rows: Tensor) -> tuple[Rects, Tensor]:

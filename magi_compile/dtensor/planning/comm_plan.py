@@ -290,7 +290,7 @@ class CommPlan:
         num_rects = len(row_shift)
         first_key, last_key = rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1]
         owner = torch.arange(num_stages, device="cpu").repeat_interleave(num_rects)
-        sees = Ranges(owner, first_key.repeat(num_stages), last_key.repeat(num_stages))
+        sees = Ranges(owner, *(torch.cat([x] * num_stages) for x in (first_key, last_key)))
         rect, key = overlaps(sees, keys, total)
         rect = rect - pick(owner, rect) * num_rects
         of_keys = rects.select(rect).clipped_to_columns(pick(keys.lo, key), pick(keys.hi, key))
