@@ -27,6 +27,7 @@ from magi_compile._compat.distributed import (
     symmetric_addresses,
     symmetric_empty,
     symmetric_rendezvous,
+    timeout_of,
 )
 from magi_compile._compat.dynamo import (
     as_user_error,
