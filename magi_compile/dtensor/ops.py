@@ -35,6 +35,7 @@ from magi_compile.dtensor.execution import DevicePlan, Execution, Scoring, unpac
 from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.sharding import register_rules
 from magi_compile.dtensor.transport.collectives import select as select_collective
+from magi_compile.dtensor.watch import watched
 from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved, new_max_scores
 from magi_compile.kernels.select import ScoreNeeds, problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
@@ -168,7 +169,8 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     if packing is not PLAIN:
         queries = packed(queries, packing.queries)
     max_scores = new_max_scores(queries) if options.return_max_scores else None
-    out, lse = forward(queries, k, v, execution, max_scores)
+    with watched(execution.group, q.device, is_backward=False):
+        out, lse = forward(queries, k, v, execution, max_scores)
     if max_scores is None:
         max_scores = lse.new_empty(0)
     elif packing is not PLAIN:
@@ -209,7 +211,8 @@ def _cp_ffa_bwd(
         dout, queries, out = (packed(x, packing.queries) for x in (dout, queries, out))
         lse = packed_rows(lse, packing.queries)
         dlse = None if dlse is None else packed_rows(dlse, packing.queries)
-    dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
+    with watched(execution.group, q.device, is_backward=True):
+        dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
     if packing is not PLAIN:
         dq = unpacked(dq, packing.queries).contiguous()
     return scaled.gradient(dq), dk, dv, sums
