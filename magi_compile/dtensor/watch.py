@@ -194,7 +194,7 @@ def raise_in_thread(thread: int, message: str, is_taken: threading.Event) -> Non
         is_taken.set()
 
     error = type("LateRankError", (RuntimeError,), {"__init__": __init__})
-    for ident in (thread, threading.main_thread().ident):
+    for ident in (thread, threading.main_thread().ident or 0):
         if ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(ident), ctypes.py_object(error)
         ):

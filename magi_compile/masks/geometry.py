@@ -174,8 +174,12 @@ class Rects(NamedTuple):
         cuts_left = live & (row_end - 1 + self.diag_lo > col_begin)
         cuts_right = live & (row_begin + self.diag_hi < col_end)
         ranges = torch.stack([row_begin, row_end, col_begin, col_end])
+        row_begin, row_end, col_begin, col_end = torch.where(live, ranges, 0).unbind()
         return Rects(
-            *torch.where(live, ranges, 0).unbind(),
+            row_begin=row_begin,
+            row_end=row_end,
+            col_begin=col_begin,
+            col_end=col_end,
             diag_lo=torch.where(cuts_left, self.diag_lo, -NO_DIAG),
             diag_hi=torch.where(cuts_right, self.diag_hi, NO_DIAG),
         )

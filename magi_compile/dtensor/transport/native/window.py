@@ -152,8 +152,8 @@ class Window:
         self._rendezvous = _compat.symmetric_rendezvous(memory, self._group_name)
         addresses = _compat.symmetric_addresses(self._rendezvous)
         self._meeting_before = _meeting(addresses, self._rank, NUM_SLOTS)
-        mine = addresses[self._rank]
-        self._flags = [set_flag(mine + i * FLAG_BYTES, 1) for i in range(num_flags)]
+        own = addresses[self._rank]
+        self._flags = [set_flag(own + i * FLAG_BYTES, 1) for i in range(num_flags)]
         for index in range(NUM_SLOTS):
             offset = begin + index * self._capacity
             mine = memory[offset : offset + self._capacity]
