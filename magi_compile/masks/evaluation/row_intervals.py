@@ -181,7 +181,7 @@ def check_arguments(
     for symbol in symbols:
         if abs(symbol) > MAX_SYMBOL:
             raise ValueError(f"a captured int must be within 2**40, got {symbol}")
-    looked_up = {node.args[0] for node in program.expr.walk() if node.op == "table"}
+    looked_up = program.expr.tables
     for index, tensor in enumerate(tables[: program.num_captures]):
         if index not in looked_up:
             continue
