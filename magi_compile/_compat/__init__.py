@@ -22,6 +22,7 @@ from magi_compile._compat.distributed import (
     default_group_name,
     indices_of_load_balancer,
     load_balancer_of_torch,
+    own_store_of,
     resolve_process_group,
     store_of,
     symmetric_addresses,

@@ -297,13 +297,15 @@ def _exchange_by_store(said: bytes, number: int, group: dist.ProcessGroup) -> li
     store.set(_key(number, group.rank()), said)
     keys = [_key(number, rank) for rank in range(group.size())]
     try:
-        store.wait(keys, _compat.timeout_of(group))
+        timeout = _compat.timeout_of(group)
+        if store.timeout != timeout:
+            store.wait(keys, timeout)
+        arrived = store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)]
     except RuntimeError as error:
         silent = []
         with suppress(RuntimeError):
             silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise _SilentRanksError(silent, error) from error
-    arrived = store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)]
     # Who has said this has read what was said before.
     if number > 1:
         store.delete_key(_key(number - 1, group.rank()))

@@ -99,7 +99,7 @@ class RollCall:
             try:
                 store = store or self._store()
                 self._rounds.append(self._round(store, number))
-            except RuntimeError:  # the store does not answer
+            except (RuntimeError, ValueError, KeyError):  # the store, or its group, has gone
                 store = None
             time.sleep(self._pause)
         self._thread = None

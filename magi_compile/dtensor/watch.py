@@ -5,7 +5,7 @@ a thread of each process looks after the passes of attention that were enqueued:
 
     a pass is done                an event behind it says so; nothing else happens
     it takes longer than others   this rank tells the others through the store that it waits: `roll_call.py`
-    it takes the timeout          who does not wait in it is late, and an error names them
+    it takes the timeout          who does not wait in it is late, and an error names them; a look before, a warning
 
 The error is logged, what waits on the device is released, and the thread that called attention gets the error, wherever
 it is: in `loss.item()`, in a synchronisation, in the next step. Later calls raise it as well. Where that thread does
@@ -111,7 +111,7 @@ class Passes:
         self._clock = clock
         self._raise_in, self._end = raise_in or raise_in_thread, end or end_process
         self._pending: deque[Enqueued] = deque()
-        self._number = 0
+        self._number = self._warned = 0
         self._thread = threading.get_ident()  # of the last forward: a backward may have another
         self._is_taken = threading.Event()
         self._failed = 0.0
@@ -160,14 +160,21 @@ class Passes:
             return self._look_after_the_error()
         if age >= LOOKS_BEFORE_ROLL_CALL * pause:
             self._roll_call.wait_in(oldest.number, pause)
+        if age >= timeout - pause and self._warned < oldest.number:
+            # NCCL may end the process at the timeout, and names nobody.
+            logger.warning("%s", self._in_words(oldest, age, timeout))
+            self._warned = oldest.number
         return min(pause, timeout - age)
 
-    def _fail(self, late: Enqueued, timeout: float) -> None:
+    def _in_words(self, late: Enqueued, age: float, timeout: float) -> str:
         what = "backward" if late.is_backward else "forward"
-        self.error = (
-            f"rank {self.rank} of group {self.name!r} has waited {timeout:g} s, the timeout of the group, for the end "
-            f"of a {what} across ranks, pass {late.number}: {self._roll_call.of_absent(late.number)}"
+        return (
+            f"rank {self.rank} of group {self.name!r}, whose timeout is {timeout:g} s, has waited {age:.0f} s for the "
+            f"end of a {what} across ranks, pass {late.number}: {self._roll_call.of_absent(late.number)}"
         )
+
+    def _fail(self, late: Enqueued, timeout: float) -> None:
+        self.error = self._in_words(late, timeout, timeout)
         logger.error("%s", self.error)
         self._failed = self._clock()
         # Before what waits is released: nothing may go on with rows that are not there.
@@ -273,7 +280,7 @@ class _Watched:
 
 
 def _prepare() -> None:
-    # Events may be asked for while another thread captures a CUDA graph; without this, that would fail.
+    # Events are asked for while other threads capture CUDA graphs, which would otherwise fail.
     from cuda.bindings import driver
 
     driver.cuThreadExchangeStreamCaptureMode(
@@ -321,6 +328,5 @@ def _passes_of(group: dist.ProcessGroup, device: torch.device) -> Passes:
         except (RuntimeError, AttributeError):  # the group was destroyed
             return float("inf")
 
-    # With a connection of its own: another thread may wait in the store.
-    roll_call = RollCall(lambda: _compat.store_of(here()).clone(), group.rank(), group.size())
+    roll_call = RollCall(lambda: _compat.own_store_of(here()), group.rank(), group.size())
     return Passes(group.group_name, group.rank(), timeout, roll_call, release)

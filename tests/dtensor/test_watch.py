@@ -108,7 +108,7 @@ def test_a_pass_that_does_not_end(is_backward):
     event = scene.enqueue(Event())  # behind it
     scene.look(TIMEOUT)
     assert scene.passes.error == (
-        "rank 0 of group 'cp' has waited 20 s, the timeout of the group, for the end of a "
+        "rank 0 of group 'cp', whose timeout is 20 s, has waited 20 s for the end of a "
         f"{'backward' if is_backward else 'forward'} across ranks, pass 2: rank 1 is not in 2"
     )
     assert scene.story == ["raise", "release"]  # nobody goes on before the error is there
@@ -125,6 +125,23 @@ def test_a_pass_that_does_not_end(is_backward):
     assert scene.story == ["leave"]
     with pytest.raises(RuntimeError, match="pass 2: rank 1 is not in 2"):
         scene.passes.begin(is_backward=False)
+
+
+def test_a_warning_comes_before(caplog):
+    """NCCL may end the process in the moment of the error."""
+    scene = Scene()
+    for _ in range(2):
+        event = scene.enqueue(Event())
+        scene.look(TIMEOUT - 1.5)
+        scene.look(0.6)
+        scene.look(0.1)
+        event.is_done = True
+    assert ["whose timeout is 20 s, has waited 19 s for" in x for x in caplog.messages] == [
+        True
+    ] * 2
+    assert caplog.messages[1].endswith(
+        "for the end of a forward across ranks, pass 2: rank 1 is not in 2"
+    )
 
 
 def test_an_error_that_nobody_takes_ends_the_process():
