@@ -100,36 +100,26 @@ def choose_degree(
 
 def _forward(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
     """Seconds for each of `degrees`."""
-    stage = loads.query_rows * cost.stage_seconds_per_row
-    areas = _areas(loads, cost.seconds_per_area)
-    compute = [_Compute(local, area - local, area, stage) for area, local in areas]
+    ranks = _ranks(loads, cost.seconds_per_area)
+    call = _Call(loads.query_rows * cost.stage_seconds_per_row)
     casts = zip(degrees, _casts(loads, degrees, cost), strict=True)
-    return [_first_and_last_end(degree, cast, compute)[1] for degree, cast in casts]
+    return [_first_and_last_end(degree, cast, ranks, call)[1] for degree, cast in casts]
 
 
 def _backward(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
     """Seconds for each of `degrees`."""
-    areas = _areas(loads, cost.seconds_per_area * cost.backward_area_factor)
-    recv_rows = loads.recv_rows.tolist()
+    ranks = _ranks(loads, cost.seconds_per_area * cost.backward_area_factor)
     stage = loads.query_rows * cost.backward_stage_seconds_per_row
+    # Half a wave of thread blocks idles at the end of a remote stage: what dealing the tiles of packed documents to
+    # 132 SMs gives, between the mean over ranks and the slowest one.
+    call = _Call(stage, BEFORE_KEYS * stage, IDLE_WAVES * cost.backward_wave_rows)
     found = []
     for degree, cast in zip(degrees, _casts(loads, degrees, cost), strict=True):
-        parts = max(degree, 1)
-        # Half a wave of thread blocks idles at the end of a remote stage: what dealing the tiles of packed documents to
-        # 132 SMs gives, between the mean over ranks and the slowest one.
-        idle = IDLE_WAVES * cost.backward_wave_rows * parts
-        compute = [
-            _Compute(
-                *(local, (area - local) * (1 + idle / max(rows, 1)), area),
-                *(stage, BEFORE_KEYS * stage),
-            )
-            for (area, local), rows in zip(areas, recv_rows, strict=True)
-        ]
-        first, last = _first_and_last_end(degree, cast, compute)
+        first, last = _first_and_last_end(degree, cast, ranks, call)
         # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
         # each other from the first stage on, or the last one starts as its stage ends.
         reduce = cast * cost.backward_reduce_factor
-        found.append(max(first + parts * reduce, last + reduce))
+        found.append(max(first + max(degree, 1) * reduce, last + reduce))
     return found
 
 
@@ -155,18 +145,33 @@ def _casts(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[f
     ]
 
 
-class _Compute(NamedTuple):
-    """Seconds of compute on a rank."""
+class _Rank(NamedTuple):
+    """What a rank computes, in seconds."""
 
     local: float  # of local keys in a call of their own
     remote: float  # of remote keys
     merged: float  # of all keys in one call
-    stage: float  # what a call costs beyond that
-    before_keys: float = 0.0  # of which so much needs no keys
+    recv_rows: int
+
+
+class _Call(NamedTuple):
+    """What a call costs any rank beyond that."""
+
+    seconds: float
+    before_keys: float = 0.0  # of which so many need no keys
+    idle_rows: float = 0.0  # what a stage is longer by, of rows that it receives
+
+
+def _ranks(loads: StageLoads, seconds_per_area: float) -> list[_Rank]:
+    areas, recv_rows = _areas(loads, seconds_per_area), loads.recv_rows.tolist()
+    return [
+        _Rank(local, area - local, area, rows)
+        for (area, local), rows in zip(areas, recv_rows, strict=True)
+    ]
 
 
 def _first_and_last_end(
-    degree: int, cast: float, compute: Sequence[_Compute]
+    degree: int, cast: float, ranks: Sequence[_Rank], call: _Call
 ) -> tuple[float, float]:
     """When the slowest rank is done with the first and with the last stage that needs a cast.
 
@@ -174,11 +179,13 @@ def _first_and_last_end(
     long each, so stages either follow each other from the first one on, or the last one goes on as its cast ends.
     """
     parts, firsts, lasts = max(degree, 1), [], []
-    for local, remote, merged, call, before_keys in compute:
-        done = local + call if degree else 0.0
-        stage = (remote / parts if degree else merged) + call
-        with_keys = stage - before_keys
-        first = max(done + before_keys, cast) + with_keys
+    for local, remote, merged, rows in ranks:
+        done, stage = 0.0, merged + call.seconds
+        if degree:
+            idle = call.idle_rows * parts / max(rows, 1)
+            done, stage = local + call.seconds, remote * (1 + idle) / parts + call.seconds
+        with_keys = stage - call.before_keys
+        first = max(done + call.before_keys, cast) + with_keys
         firsts.append(first)
         lasts.append(max(first + (parts - 1) * stage, parts * cast + with_keys))
     return max(firsts), max(lasts)
