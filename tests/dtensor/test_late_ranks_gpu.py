@@ -18,13 +18,12 @@ from tests.dtensor.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 
-LONG, SHORT = datetime.timedelta(minutes=3), datetime.timedelta(seconds=15)
+LONG, SHORT = datetime.timedelta(minutes=3), datetime.timedelta(seconds=8)
 # Since the kernels are compiled before; then a process is to end or to have its error.
 ROOM = SECONDS_TO_TAKE_AN_ERROR + 30
 WARM_UP = 240.0
 S = 4096
 OPTIONS = ContextParallelOptions(chunk_size=128)
-LAST = -1  # the rank that ends or stops is the last one
 
 
 class Step:

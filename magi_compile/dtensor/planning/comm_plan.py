@@ -337,10 +337,12 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
     remote_before = remote_end - remote
     middle = remote_before + remote.double() / 2
 
+    last_of_rank = torch.searchsorted(receiver, torch.arange(cp_size + 1, device="cpu"))
+
     def up_to(end: Tensor) -> Tensor:
         """The counts up to each rank, and up to the last, `[cp_size + 1]`."""
         padded = torch.cat([end.new_zeros(1), end])
-        return padded[torch.searchsorted(receiver, torch.arange(cp_size + 1, device="cpu"))]
+        return pick(padded, last_of_rank)
 
     def buffers_of(degree: int) -> Buffers:
         ends = up_to(remote_end if degree else all_end)
