@@ -195,6 +195,7 @@ def plan_rank(
 
 @one_thread()
 @_compat.outside_of_modes()
+@_compat.without_autograd()
 def plan_rank_together(
     masks: Sequence[AttnSlices],
     cp_size: int,
