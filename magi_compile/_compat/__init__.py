@@ -22,11 +22,13 @@ from magi_compile._compat.distributed import (
     default_group_name,
     indices_of_load_balancer,
     load_balancer_of_torch,
+    own_store_of,
     resolve_process_group,
     store_of,
     symmetric_addresses,
     symmetric_empty,
     symmetric_rendezvous,
+    timeout_of,
 )
 from magi_compile._compat.dynamo import (
     as_user_error,
@@ -69,7 +71,7 @@ from magi_compile._compat.inductor import (
     is_pre_grad_pass_of_ours,
     pre_grad_pass,
 )
-from magi_compile._compat.modes import outside_of_modes
+from magi_compile._compat.modes import outside_of_modes, without_autograd
 from magi_compile._compat.tracing import (
     differ,
     fake_mode_of,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import torch
@@ -26,6 +27,18 @@ def default_group_name() -> str:
 def store_of(group: Any) -> Any:
     """The store of a process group, with keys of its own."""
     return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
+def own_store_of(group: Any) -> Any:
+    """`store_of` with a connection of its own, if PyTorch can make one: calls of other threads do not hold it up."""
+    store = store_of(group)
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def timeout_of(group: Any, device: torch.device | None = None) -> datetime.timedelta:
+    """The timeout of a process group: of its backend for `device`, or of one of its backends."""
+    device = group._device_types[0] if device is None else device
+    return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
 
 
 def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ from magi_compile.ops.validation import DTYPES
 
 EVERY = 256  # calls of a group with tensors on GPUs
 KEPT = 1024  # kinds of calls
+SECONDS_TO_SAY_SO = 5.0  # once an exchange has failed
 
 _NAMES = ("auto", *COLLECTIVES)
 
@@ -203,8 +206,8 @@ def require_equal_tokens(checksum: int, group: dist.ProcessGroup) -> None:
         arrived = _between_hosts(bytearray(_CHECKSUM.pack(checksum)), calls, group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"all ranks of `group` must take a batch together, but rank {group.rank()} has not heard of the others; "
-            f"another rank does something else, or has ended: {error}"
+            f"all ranks of `group` must take a batch together, but rank {group.rank()} has not heard of "
+            f"{_silent(error)}, which does something else, or has ended: {error}"
         ) from error
     every = [_CHECKSUM.unpack(x)[0] for x in arrived]
     if different := [rank for rank, x in enumerate(every) if x != every[0]]:
@@ -229,9 +232,8 @@ def _exchange(
     except RuntimeError as error:
         what = "backward" if mine.is_backward else "forward"
         raise RuntimeError(
-            f"all ranks of `group` must call the same attention together, but rank {group.rank()} has "
-            "not heard of the others in a "
-            f"{what}; another rank has called something else, or has ended: {error}"
+            f"all ranks of `group` must call the same attention together, but rank {group.rank()} has not heard of "
+            f"{_silent(error)} in a {what}, which has called something else, or has ended: {error}"
         ) from error
     unpacked = [_FORMAT.unpack(x) for x in arrived]
     return [_Said(x[0], x[1], x[2], x[3], Agreement(*x[4:])) for x in unpacked]
@@ -239,28 +241,74 @@ def _exchange(
 
 def _between_hosts(said: bytearray, calls: _Calls, group: dist.ProcessGroup) -> list[bytes]:
     """Messages of one length from all ranks, in their order."""
-    if "cpu:" in dist.get_backend_config(group):
-        packed = torch.frombuffer(said, dtype=torch.uint8)
-        every = [torch.empty_like(packed) for _ in range(group.size())]
-        dist.all_gather(every, packed, group)
-        return [bytes(x.tolist()) for x in every]
     calls.exchanges += 1
-    return _exchange_by_store(bytes(said), calls.exchanges, group)
+    if "cpu:" not in dist.get_backend_config(group):
+        return _exchange_by_store(bytes(said), calls.exchanges, group)
+    packed = torch.frombuffer(said, dtype=torch.uint8)
+    every = [torch.empty_like(packed) for _ in range(group.size())]
+    try:
+        dist.all_gather(every, packed, group)
+    except RuntimeError as error:
+        raise _SilentRanksError(
+            _who_is_silent(bytes(said), calls.exchanges, group), error
+        ) from error
+    return [bytes(x.tolist()) for x in every]
+
+
+class _SilentRanksError(RuntimeError):
+    """Ranks, if they are known, that have said nothing in time."""
+
+    def __init__(self, ranks: Sequence[int], error: RuntimeError):
+        super().__init__(str(error))
+        self.ranks = ranks
+
+
+def _silent(error: RuntimeError) -> str:
+    """The ranks that an error of `_between_hosts` is about."""
+    ranks = error.ranks if isinstance(error, _SilentRanksError) else ()
+    return " and ".join(f"rank {rank}" for rank in ranks) if ranks else "another rank"
+
+
+def _key(number: int, rank: int) -> str:
+    return f"magi_compile/{number}/{rank}"
+
+
+def _who_is_silent(said: bytes, number: int, group: dist.ProcessGroup) -> list[int]:
+    """The ranks that do not say that the `number`-th exchange has failed for them too; nothing if nobody knows."""
+    try:
+        store = _compat.store_of(group)
+        store.set(_key(number, group.rank()), said)
+        keys = {rank: _key(number, rank) for rank in range(group.size())}
+        end = time.monotonic() + min(
+            _compat.timeout_of(group).total_seconds() / 4, SECONDS_TO_SAY_SO
+        )
+        while silent := [rank for rank, key in keys.items() if not store.check([key])]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        return silent
+    except RuntimeError:  # the store has gone too
+        return []
 
 
 def _exchange_by_store(said: bytes, number: int, group: dist.ProcessGroup) -> list[bytes]:
     """Exchanges the `number`-th messages of all ranks of the group through the store."""
     store = _compat.store_of(group)
-
-    def key(number: int, rank: int) -> str:
-        return f"magi_compile/{number}/{rank}"
-
-    store.set(key(number, group.rank()), said)
-    keys = [key(number, rank) for rank in range(group.size())]
-    arrived = store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)]
+    store.set(_key(number, group.rank()), said)
+    keys = [_key(number, rank) for rank in range(group.size())]
+    try:
+        timeout = _compat.timeout_of(group)
+        if store.timeout != timeout:
+            store.wait(keys, timeout)
+        arrived = store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)]
+    except RuntimeError as error:
+        silent = []
+        with suppress(RuntimeError):
+            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise _SilentRanksError(silent, error) from error
     # Who has said this has read what was said before.
     if number > 1:
-        store.delete_key(key(number - 1, group.rank()))
+        store.delete_key(_key(number - 1, group.rank()))
     return arrived
 
 

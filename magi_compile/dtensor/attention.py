@@ -71,8 +71,8 @@ def context_parallel_attention(
         score_mod: what becomes of the scaled scores, as FlexAttention takes it: a function of a score and of batch
             entry, head, query and key in the whole sequence. Gradients of tensors that it captures are this rank's
             parts. In compiled code for backend="magi" and `enable()`.
-        share: the numbers of the first batch entry and of the first head of q, where the plan's mask has others before
-            or behind them on other ranks.
+        share: four numbers where other ranks have other heads or batch entries: those of the first batch entry and of
+            the first head of q, and how many batch entries and heads all ranks have.
 
     Returns:
         `AttnOutput(out, lse, max_scores)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse and, with return_max_scores,
@@ -111,6 +111,11 @@ def context_parallel_attention(
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     check_flag("return_max_scores", return_max_scores)
     check_count("batch_entries", batch_entries, 1)
+    if len(share) not in (0, 4):
+        raise ValueError(
+            "`share` must be the first batch entry, the first head, and the numbers of both on all ranks, or empty, "
+            f"got {list(share)}"
+        )
     names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
     if collective is not None:
         check_collective(collective)

@@ -52,8 +52,8 @@ class Packing(NamedTuple):
             entries: those of the masks.
             batch: batch entries among the heads.
             heads: of queries and of keys, of one batch entry.
-            share: the numbers in the masks of the first batch entry and of the first head, where this rank has a share
-                of them; empty where it has all.
+            share: the numbers of the first batch entry and of the first head among those of all ranks, and how many of
+                both all have, where this rank has a share of them; empty where it has all.
             has_score: whether a score program tells batch entries apart.
 
         Returns:
@@ -64,21 +64,18 @@ class Packing(NamedTuple):
         """
         if not has_score and entries.number == 1:
             return PLAIN
-        # Where all have the same mask, a share of them begins in front of it.
-        first = (
-            share[0] if share and entries.batch > 1 else 0,
-            share[1] if share and entries.heads > 1 else 0,
-        )
-        for what, number, begin, have in (
-            ("batch entries", batch, first[0], entries.batch),
-            ("heads", heads[0], first[1], entries.heads),
+        first_entry, first_head, all_entries, all_heads = share or (0, 0, batch, heads[0])
+        for what, number, have in (
+            ("batch entries", all_entries, entries.batch),
+            ("heads", all_heads, entries.heads),
         ):
-            fits = begin + number <= have if share else number == have
-            if have > 1 and not fits:
+            if have > 1 and number != have:
                 raise ValueError(
                     f"`q` must have the {have} {what} that have masks of their own, got {number}; where "
                     "ranks share them, pass DTensors, which say whose they are"
                 )
+        # Where all have the same mask, a share of them begins in front of it.
+        first = (first_entry if entries.batch > 1 else 0, first_head if entries.heads > 1 else 0)
         if entries.heads > 1:
             return cls(batch, *heads, True, entries, first)
         if entries.batch > 1 or (has_score and batch > 1):

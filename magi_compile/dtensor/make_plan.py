@@ -57,13 +57,14 @@ class HostPlan:
     It can be pickled, as one object without shared memory, however many tensors it holds.
 
     Attributes:
-        slices: the mask of the whole sequence, on the CPU.
+        slices: the mask of the whole sequence, on the CPU; None where no slices say all of it. A plan of blocks of bits
+            has those of its rank alone.
         planned: the plan of the rank.
         cost: the rates by which it was planned.
         of_unknown: as in `SequencePlan`.
     """
 
-    slices: AttnSlices
+    slices: AttnSlices | None
     planned: RankPlan
     cost: CostModel
     of_unknown: str
@@ -250,7 +251,7 @@ def plan(
         keys=None if keys is None else [None if x is None else x.placement for x in tokens],
     )
     hosts = [
-        HostPlan(of_mask.slices, of_rank, options.cost, of_mask.of_unknown)
+        HostPlan(_said(of_mask.slices), of_rank, options.cost, of_mask.of_unknown)
         for of_mask, of_rank in zip(converted, planned, strict=True)
     ]
     made: list[Any] = hosts if group is None else _placed(hosts, tokens, group, device)
@@ -309,6 +310,10 @@ def _placed(
         rest = (group, device, host.cost, of_keys, host.of_unknown)
         made.append(SequencePlan(host.slices, host.planned, *rest))
     return made
+
+
+def _said(mask: AttnSlices) -> AttnSlices | None:
+    return None if isinstance(mask, Cover) else mask
 
 
 def _permutation_of(given: Any) -> Tensor | Placement:

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.agreement import Agreement, require_agreement
+from magi_compile.dtensor.arguments import BackwardOptions, Options
 from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.entries import (
     PLAIN,
@@ -35,6 +36,7 @@ from magi_compile.dtensor.execution import DevicePlan, Execution, Scoring, unpac
 from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.sharding import register_rules
 from magi_compile.dtensor.transport.collectives import select as select_collective
+from magi_compile.dtensor.watch import watched
 from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved, new_max_scores
 from magi_compile.kernels.select import ScoreNeeds, problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
@@ -55,104 +57,66 @@ def _select_kernel(
 _lib = torch.library.Library("magi", "FRAGMENT")
 
 
-class _Options(NamedTuple):
-    """The arguments of both ops behind their tensors, in the order of the forward's schema.
-
-    Attributes:
-        meta: of the plan.
-        data: of the plan.
-        softmax_scale: factor of the scores.
-        softcap: 0.0 for none.
-        kernel: its name; "" where the op is to choose.
-        collective: how rows move, "auto" where the op is to choose.
-        group_name: of the ranks.
-        reduce_group_name: of the same ranks, for gradients.
-        batch_entries: how many are among the heads.
-        return_max_scores: whether the largest score of each row is asked for; no argument of the backward.
-        tables: the tensors that the score program captures.
-        symbols: the ints that it captures.
-        score: the text of the score program; "" for none.
-        places: see `Scoring`; empty without a score program.
-        share: see `Packing.of`.
-        wanted: the numbers of the captured tensors whose gradients are asked for; no argument of the forward.
-    """
-
-    meta: Tensor
-    data: Tensor
-    softmax_scale: float
-    softcap: float
-    kernel: str
-    collective: str
-    group_name: str
-    reduce_group_name: str
-    batch_entries: int = 1
-    return_max_scores: bool = False
-    tables: Sequence[Tensor] | None = None
-    symbols: Sequence[int] | None = None
-    score: str = ""
-    places: Sequence[int] | None = None
-    share: Sequence[int] | None = None
-    wanted: Sequence[int] | None = None
-
-    @classmethod
-    def of_backward(cls, *arguments: Any) -> _Options:
-        """Those of a backward with a score program or a share."""
-        given = (*arguments[:_MAX_SCORES], False, *arguments[_MAX_SCORES:])
-        return cls(*given)
-
-    def execution(
-        self, scaled: Scaled, k: Tensor, v: Tensor, *, is_backward: bool = False
-    ) -> Execution:
-        """The execution for this rank's rows; all ranks of the group ask together."""
-        q, scale = scaled.q, scaled.softmax_scale
-        group = _compat.resolve_process_group(self.group_name)
-        plan = unpack(self.meta, self.data)
-        # Before anything else, because what fails on one rank alone leaves the others waiting.
-        options = (self.softmax_scale, self.softcap, self.collective, self.batch_entries)
-        call = Agreement.of(plan, q, k, v, *options, self.score)
-        require_agreement(
-            *(call, plan.rank, group, self.reduce_group_name, q.device), is_backward=is_backward
+def _execution(
+    options: Options,
+    scaled: Scaled,
+    k: Tensor,
+    v: Tensor,
+    wanted: Sequence[int] = (),
+    *,
+    is_backward: bool = False,
+) -> Execution:
+    """The execution for this rank's rows; all ranks of the group ask together."""
+    q, scale = scaled.q, scaled.softmax_scale
+    group = _compat.resolve_process_group(options.group_name)
+    plan = unpack(options.meta, options.data)
+    # Before anything else, because what fails on one rank alone leaves the others waiting.
+    numbers = (options.softmax_scale, options.softcap, options.collective, options.batch_entries)
+    call = Agreement.of(plan, q, k, v, *numbers, options.score)
+    require_agreement(
+        *(call, plan.rank, group, options.reduce_group_name, q.device), is_backward=is_backward
+    )
+    problem = problem_of(q, k, v, scale, options.softcap)
+    if options.return_max_scores:
+        problem = replace(problem, has_max_scores=True)
+    packing = PLAIN
+    if options.score or not plan.is_exact:
+        packing = _packing(options, plan, q, k)
+        problem = replace(
+            problem,
+            nheads_q=q.shape[1] // packing.queries,
+            nheads_kv=k.shape[1] // packing.keys,
+            has_bits=plan.bits is not None,
+            has_score=bool(options.score),
         )
-        problem = problem_of(q, k, v, scale, self.softcap)
-        if self.return_max_scores:
-            problem = replace(problem, has_max_scores=True)
-        packing = PLAIN
-        if self.score or not plan.is_exact:
-            packing = self._packing(plan, q, k)
-            problem = replace(
-                problem,
-                nheads_q=q.shape[1] // packing.queries,
-                nheads_kv=k.shape[1] // packing.keys,
-                has_bits=plan.bits is not None,
-                has_score=bool(self.score),
-            )
-        scoring, needs = self._scoring() if self.score else (None, None)
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        chosen = _select_kernel(problem, self.kernel or None, needs, is_deterministic)
-        moving = select_collective(self.collective, group, q.device)
-        reduce_group = _compat.resolve_process_group(self.reduce_group_name)
-        return Execution(plan, chosen, problem, moving, group, reduce_group, packing, scoring)
-
-    def _packing(self, plan: DevicePlan, q: Tensor, k: Tensor) -> Packing:
-        batch = self.batch_entries
-        heads = q.shape[1] // batch, k.shape[1] // batch
-        return Packing.of(plan.entries, batch, heads, self.share or (), has_score=bool(self.score))
-
-    def _scoring(self) -> tuple[Scoring, ScoreNeeds]:
-        """The score program, and what a kernel has to know of it."""
-        program, tables = ScoreProgram.parse(self.score), self.tables or ()
-        scoring = Scoring(program, tables, self.symbols or (), self.places or (-1, -1))
-        dtypes, ranks = tuple(x.dtype for x in tables), tuple(x.dim() for x in tables)
-        return scoring, ScoreNeeds(program, dtypes, ranks, bool(self.wanted))
+    scoring, needs = _scoring(options, wanted) if options.score else (None, None)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    chosen = _select_kernel(problem, options.kernel or None, needs, is_deterministic)
+    moving = select_collective(options.collective, group, q.device)
+    reduce_group = _compat.resolve_process_group(options.reduce_group_name)
+    return Execution(plan, chosen, problem, moving, group, reduce_group, packing, scoring)
 
 
-_MAX_SCORES = _Options._fields.index("return_max_scores")
+def _packing(options: Options, plan: DevicePlan, q: Tensor, k: Tensor) -> Packing:
+    batch = options.batch_entries
+    heads = q.shape[1] // batch, k.shape[1] // batch
+    return Packing.of(
+        plan.entries, batch, heads, options.share or (), has_score=bool(options.score)
+    )
+
+
+def _scoring(options: Options, wanted: Sequence[int]) -> tuple[Scoring, ScoreNeeds]:
+    """The score program, and what a kernel has to know of it."""
+    program, tables = ScoreProgram.parse(options.score), options.tables or ()
+    scoring = Scoring(program, tables, options.symbols or (), options.places or (-1, -1))
+    dtypes, ranks = tuple(x.dtype for x in tables), tuple(x.dim() for x in tables)
+    return scoring, ScoreNeeds(program, dtypes, ranks, bool(wanted))
 
 
 def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    options = _Options(*rest)
-    scaled = _scaled(q, options) if options.score else Scaled.of(q, options.softmax_scale)
-    execution = options.execution(scaled, k, v)
+    options = Options(*rest)
+    scaled = _scaled(q, options)
+    execution = _execution(options, scaled, k, v)
     plan = execution.plan
     if q.shape[0] != plan.rows:
         raise ValueError(
@@ -168,7 +132,8 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     if packing is not PLAIN:
         queries = packed(queries, packing.queries)
     max_scores = new_max_scores(queries) if options.return_max_scores else None
-    out, lse = forward(queries, k, v, execution, max_scores)
+    with watched(execution.group, q.device, is_backward=False):
+        out, lse = forward(queries, k, v, execution, max_scores)
     if max_scores is None:
         max_scores = lse.new_empty(0)
     elif packing is not PLAIN:
@@ -178,38 +143,37 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     return out.contiguous(), lse, max_scores
 
 
-def _scaled(q: Tensor, options: _Options) -> Scaled:
-    """A score program tells the sign of a score: the scale stays with it."""
-    return Scaled(q, options.softmax_scale, 1.0)
+def _scaled(q: Tensor, options: Options | BackwardOptions) -> Scaled:
+    if options.score:  # which tells the sign of a score: the scale stays with it
+        return Scaled(q, options.softmax_scale, 1.0)
+    return Scaled.of(q, options.softmax_scale)
 
 
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     rows = (q.shape[1], q.shape[0])
     lse = q.new_empty(rows, dtype=torch.float32)
-    return out, lse, lse.new_empty(rows if _Options(*rest).return_max_scores else 0)
+    return out, lse, lse.new_empty(rows if Options(*rest).return_max_scores else 0)
 
 
 def _cp_ffa_bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse, *others = rest
-    options = _Options.of_backward(*others) if len(others) > _MAX_SCORES else _Options(*others)
-    scaled = _scaled(q, options) if options.score else Scaled.of(q, options.softmax_scale)
-    execution = options.execution(scaled, k, v, is_backward=True)
+    options = BackwardOptions(*others)
+    scaled, tables, wanted = _scaled(q, options), options.tables or (), options.wanted
+    execution = _execution(options.of_forward, scaled, k, v, wanted, is_backward=True)
     queries, packing = scaled.q, execution.packing
-    if execution.scoring is None:
-        sums = q.new_empty(0, dtype=torch.float32)
-    else:
-        tables, wanted = options.tables or (), options.wanted or ()
-        sums = new_sums(tables, wanted, q)
+    sums = new_sums(tables, wanted, q)
+    if execution.scoring is not None:
         parts = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
         execution = execution._replace(scoring=execution.scoring._replace(sums=parts))
     if packing is not PLAIN:
         dout, queries, out = (packed(x, packing.queries) for x in (dout, queries, out))
         lse = packed_rows(lse, packing.queries)
         dlse = None if dlse is None else packed_rows(dlse, packing.queries)
-    dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
+    with watched(execution.group, q.device, is_backward=True):
+        dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
     if packing is not PLAIN:
         dq = unpacked(dq, packing.queries).contiguous()
     return scaled.gradient(dq), dk, dv, sums
@@ -219,10 +183,8 @@ def _cp_ffa_bwd_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, *others = rest
-    sums = q.new_empty(0, dtype=torch.float32)
-    if len(others) > _MAX_SCORES:
-        options = _Options.of_backward(*others)
-        sums = new_sums(options.tables or (), options.wanted or (), q)
+    options = BackwardOptions(*others)
+    sums = new_sums(options.tables or (), options.wanted, q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sums
 
 
@@ -253,12 +215,10 @@ class _AttentionOverRanks(torch.autograd.Function):
     def forward(
         ctx: Any, rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *tables: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        meta, data, *others = rest
+        options = Options(*rest)
         out, lse, max_scores = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
-        ctx.save_for_backward(q, k, v, out, lse, meta, data, *tables)
-        # Those of the backward, but for the tensors.
-        at = _MAX_SCORES - 2
-        ctx.options, ctx.more = others[:at], others[at + 2 :]
+        ctx.save_for_backward(q, k, v, out, lse, options.meta, options.data, *tables)
+        ctx.options = options._replace(meta=None, data=None, tables=None)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
@@ -271,18 +231,14 @@ class _AttentionOverRanks(torch.autograd.Function):
         # Even without a gradient of its own a rank takes part, because the others wait for it.
         if dout is None:
             dout = torch.zeros_like(out)
-        op, arguments = torch.ops.magi.cp_ffa_bwd.default, (dout, dlse, q, k, v, out, lse)
-        options: list[Any] = [meta, data, *ctx.options]
-        wanted: list[int] = []
-        if ctx.more:  # behind the captured tensors
-            symbols, score, places, share = (*ctx.more, None, "", None, None)[:4]
-            wanted = wanted_tables(score, ctx.needs_input_grad[4:])
-            options += [tables, symbols, score, places, share, wanted]
-        dq, dk, dv, sums = gradients(op, *arguments, *options)
+        wanted = wanted_tables(ctx.options.score, ctx.needs_input_grad[4:])
+        options = ctx.options._replace(meta=meta, data=data, tables=tables)
+        op, tensors = torch.ops.magi.cp_ffa_bwd.default, (dout, dlse, q, k, v, out, lse)
+        dq, dk, dv, sums = gradients(op, *tensors, *BackwardOptions.of(options, wanted).short())
         return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
-_TABLES = _Options._fields.index("tables")
+_TABLES = Options._fields.index("tables")
 
 
 def _tables_of(*rest: Any) -> Sequence[Tensor]:

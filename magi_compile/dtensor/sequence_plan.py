@@ -22,7 +22,6 @@ from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.explain import PlanExplanation, explain_plan
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
-from magi_compile.dtensor.planning.cover import Cover
 from magi_compile.dtensor.planning.rank_plan import (
     PlanTensors,
     RankPlan,
@@ -79,7 +78,7 @@ class SequencePlan(SpreadTokens):
     nothing again. Its attributes and methods of `SpreadTokens` are those of the queries.
 
     Args:
-        slices: the mask of the whole sequence.
+        slices: the mask of the whole sequence; None where no slices say all of it.
         planned: this rank's plan.
         group: the ranks.
         device: of the mesh.
@@ -95,7 +94,7 @@ class SequencePlan(SpreadTokens):
 
     def __init__(
         self,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         planned: RankPlan,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -109,21 +108,24 @@ class SequencePlan(SpreadTokens):
         self.meta, self.data = planned.tensors(device)
         for x in (self.meta, self.data):
             _compat.expect_other_lengths(x)
-        # A cover is none of these.
-        pairs = where.total * where.keys.total
-        area = -1 if isinstance(slices, Cover) else slices.area()
-        self.is_full = area == pairs
-        is_half = not self.is_cross and area == (pairs + where.total) // 2
-        self.is_causal = is_half and _is_causal(slices)
-        self.is_exact = not isinstance(slices, Cover)
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-        whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
-        vars(whole).update(plan=self, digest=self.meta[:1].clone())
-        self._slices = cast(SpreadSlices, whole)
+        self.is_exact = slices is not None
+        self.is_full = self.is_causal = False
+        if slices is not None:
+            pairs, area = where.total * where.keys.total, slices.area()
+            self.is_full = area == pairs
+            is_half = not self.is_cross and area == (pairs + where.total) // 2
+            self.is_causal = is_half and _is_causal(slices)
+            self._slices = self._spread(slices)
         self._entries = planned.entries
         self._planned, self._cost, self._of_unknown = planned, cost, of_unknown
         self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
+
+    def _spread(self, slices: AttnSlices) -> SpreadSlices:
+        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
+        vars(whole).update(plan=self, digest=self.meta[:1].clone())
+        return cast(SpreadSlices, whole)
 
     @property
     def keys(self) -> SpreadTokens:

@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 
 from magi_compile import _compat
+from magi_compile.dtensor.arguments import BackwardOptions, Options
 from magi_compile.ops.sharding import heads_divide, of_backward
 
-# Among the arguments behind q, k, v, meta and data.
-_GROUP, _MAX_SCORES = 4, 7
+# Of arguments behind meta and data.
+_GROUP, _MAX_SCORES, _TABLES = (
+    Options._fields.index(x) - 2 for x in ("group_name", "return_max_scores", "tables")
+)
+_TABLES_BACKWARD = BackwardOptions._fields.index("tables") - 2
 
 
 @cache
@@ -49,7 +53,7 @@ def register_rules() -> None:
         return tables or (), score or ""
 
     def forward(q: Any, k: Any, v: Any, meta: Any, data: Any, *options: Any) -> list[Any]:
-        tables, score = scored(options, _MAX_SCORES + 1)
+        tables, score = scored(options, _TABLES)
         rest = [replicated] * (2 + len(tables))
         has_max_scores = len(options) > _MAX_SCORES and options[_MAX_SCORES]
         return [
@@ -61,7 +65,7 @@ def register_rules() -> None:
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
     ) -> list[Any]:
         _, _, *options = others
-        tables, score = scored(options, _MAX_SCORES)  # which is no argument of it
+        tables, score = scored(options, _TABLES_BACKWARD)
         rest = [replicated] * (2 + len(tables))
         return [
             ([*[rows] * 3, replicated], of_backward(dlse, rows, of_lse) + rest)

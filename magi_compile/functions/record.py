@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -213,7 +213,7 @@ class _Recorder(TorchFunctionMode):
         node = self.node(func, args, kwargs)
         self.is_running = True
         try:
-            example = run(node, *(self.example(value) for value in (args, kwargs)))
+            example = _example_of(func, node, *(self.example(value) for value in (args, kwargs)))
         except Exception as error:
             # What the mask_mod goes on to do with it cannot be known.
             reason = f"`{title_of(node, {})}` cannot be followed: {error}"
@@ -271,6 +271,35 @@ class _Recorder(TorchFunctionMode):
             self.captures.append(tensor)
             self.watched.append(tensor)
         return self.nodes[id(tensor)]
+
+
+# Results of Python's operators without values, by what they follow from: PyTorch takes long to find them.
+_examples: dict[Hashable, Tensor] = {}
+MAX_EXAMPLES = 1024
+
+
+def _example_of(func: Any, node: torch.fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]):
+    """The result of a call without values, of its arguments without values."""
+    if func not in _OPERATOR_OF or kwargs:
+        return run(node, args, kwargs)
+    key = func, *map(_kind_of, args), torch.get_default_dtype()
+    if None in key:
+        return run(node, args, kwargs)
+    if key not in _examples:
+        found = run(node, args, kwargs)
+        if not isinstance(found, Tensor):
+            return found
+        if len(_examples) >= MAX_EXAMPLES:
+            _examples.clear()
+        _examples[key] = found
+    return _examples[key].detach()  # the function may change its shape in place
+
+
+def _kind_of(x: Any) -> Hashable:
+    """All of a tensor or number that the kind of a result follows from; None for anything else."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride()
+    return (type(x), x) if type(x) in (bool, int, float) else None
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

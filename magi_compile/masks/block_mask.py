@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, outside_of_modes, scalar_indexing
+from magi_compile._compat import (
+    LARGE_SPARSE_BLOCK_SIZE,
+    outside_of_modes,
+    scalar_indexing,
+    without_autograd,
+)
 from magi_compile.functions.reached import Reached
 from magi_compile.masks.arguments import MAX_SEQLEN, check_count, check_device, is_int
 from magi_compile.masks.errors import UnsupportedMaskError, refuse_broken
@@ -372,24 +377,22 @@ def convert_mask_mod(
     traced, reasons = _read(mask_mod, device)
     place = device if traced is None else _place_of(traced, device)
     watched = None if traced is None else traced.watched
-    found = Converted(
-        AttnSlices.full(0),
-        watched,
-        is_of_entry=_depends_on("b", traced),
-        is_of_head=_depends_on("h", traced),
-    )
+    depends = {"is_of_entry": _depends_on("b", traced), "is_of_head": _depends_on("h", traced)}
     if traced is not None:
         sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        intervals = exact_intervals(
-            traced.program, traced.tables, (), **sizes, heads=ONE_MASK, device=place
-        )
+        with without_autograd():
+            intervals = exact_intervals(
+                traced.program, traced.tables, (), **sizes, heads=ONE_MASK, device=place
+            )
         if intervals is not None:
             _verify(traced, intervals)
-            return found._replace(slices=slices_from_intervals(intervals))
+            with without_autograd():
+                slices = slices_from_intervals(intervals)
+            return Converted(slices, watched, **depends)
     grid = Grid(1, ONE_MASK, seqlen_q, seqlen_k)
     with _evaluating(reasons):
         slices = slices_with_bits(mask_mod, grid, None, place)
-    return found._replace(slices=without_padding(slices))
+    return Converted(without_padding(slices), watched, **depends)
 
 
 def _place_of(traced: TracedMask, device: torch.device) -> torch.device:

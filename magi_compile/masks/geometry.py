@@ -138,13 +138,12 @@ class Rects(NamedTuple):
     def area(self) -> Tensor:
         """The number of (row, column) pairs that each rect shows, int64 `[num_rects]`; each of its rows must see a
         column."""
-        first, last = self.row_begin, self.row_end - 1
-        cut_left = _sum_to(last + self.diag_lo - self.col_begin)
-        cut_left = cut_left - _sum_to(first - 1 + self.diag_lo - self.col_begin)
-        cut_right = _sum_to(self.col_end - first - self.diag_hi)
-        cut_right = cut_right - _sum_to(self.col_end - last - 1 - self.diag_hi)
-        whole = (self.row_end - self.row_begin) * (self.col_end - self.col_begin)
-        return whole - cut_left - cut_right
+        # Both corners are triangles, without their tops where rows end before them.
+        left, right = self.diag_lo - self.col_begin - 1, self.col_end - self.diag_hi
+        bases = torch.stack([self.row_end + left, right - self.row_begin])
+        tops = torch.stack([self.row_begin + left, right - self.row_end])
+        corners = (_sum_to(bases) - _sum_to(tops)).sum(0)
+        return (self.row_end - self.row_begin) * (self.col_end - self.col_begin) - corners
 
     # What is made of them
 
@@ -172,15 +171,17 @@ class Rects(NamedTuple):
         live = (
             (row_begin < row_end) & (self.col_begin < self.col_end) & (self.diag_lo < self.diag_hi)
         )
-        cuts_left = row_end - 1 + self.diag_lo > col_begin
-        cuts_right = row_begin + self.diag_hi < col_end
+        cuts_left = live & (row_end - 1 + self.diag_lo > col_begin)
+        cuts_right = live & (row_begin + self.diag_hi < col_end)
+        ranges = torch.stack([row_begin, row_end, col_begin, col_end])
+        row_begin, row_end, col_begin, col_end = torch.where(live, ranges, 0).unbind()
         return Rects(
-            row_begin=torch.where(live, row_begin, 0),
-            row_end=torch.where(live, row_end, 0),
-            col_begin=torch.where(live, col_begin, 0),
-            col_end=torch.where(live, col_end, 0),
-            diag_lo=torch.where(live & cuts_left, self.diag_lo, -NO_DIAG),
-            diag_hi=torch.where(live & cuts_right, self.diag_hi, NO_DIAG),
+            row_begin=row_begin,
+            row_end=row_end,
+            col_begin=col_begin,
+            col_end=col_end,
+            diag_lo=torch.where(cuts_left, self.diag_lo, -NO_DIAG),
+            diag_hi=torch.where(cuts_right, self.diag_hi, NO_DIAG),
         )
 
     def intersected(self, other: Rects) -> Rects:
@@ -221,7 +222,7 @@ class Rects(NamedTuple):
             self.diag_hi == NO_DIAG, self.row_end, self.col_end - self.diag_hi + 1
         ).clamp(self.row_begin, self.row_end)
         cuts = [self.row_begin, torch.minimum(left, right), torch.maximum(left, right)]
-        thrice = Rects(*(field.repeat(3) for field in self))
+        thrice = Rects(*(torch.cat([field] * 3) for field in self))
         return thrice.clipped(torch.cat(cuts), torch.cat([*cuts[1:], self.row_end]))
 
     def cut_at(self, rows: Tensor) -> tuple[Rects, Tensor]:

@@ -87,6 +87,9 @@ def normal_form(rects: Rects) -> Rects:
     rects = rects.live()
     if not len(rects.row_begin):
         return rects
+    rects = rects.select(rects.row_begin.argsort(stable=True))
+    if bool((rects.row_end[:-1] <= rects.row_begin[1:]).all()):  # no two of them share a row
+        return _stack_rows(rects)
     swept = strips(rects)
     # Where the gap between two rects closes in one row only, that row becomes a strip of its own.
     closes_first = swept.is_followed & (swept.first_gap == 0) & (swept.last_gap > 0)

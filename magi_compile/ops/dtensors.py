@@ -49,6 +49,7 @@ class Shards(NamedTuple):
     placements: tuple[Any, ...]  # of q and of the output
     entries: tuple[int, int] | None  # the first of this rank and how many, where they are sharded
     heads: tuple[int, int] | None  # the same of the heads of q
+    whole: tuple[int, int]  # batch entries and heads of the whole q
 
 
 def are_distributed(q: Any, k: Any, v: Any) -> bool:
@@ -126,7 +127,8 @@ def shards_of(
             _heads_that_are_read(x, layout.heads, q_heads, num_q // num_k, first)
             for x in (local_k, local_v)
         )
-    return Shards(local_q, local_k, local_v, mesh, q.placements, entries, q_heads)
+    whole = 1 if layout.entries is None else q.shape[layout.entries], num_q
+    return Shards(local_q, local_k, local_v, mesh, q.placements, entries, q_heads, whole)
 
 
 def wrapped(out: Tensor, shards: Shards) -> Tensor:
@@ -307,8 +309,11 @@ def _heads_that_are_read(
 
 
 def share_of(shards: Shards) -> tuple[int, ...]:
-    """The numbers of the first batch entry and the first head of a rank that has a share of them, else nothing."""
-    return () if shards.heads is None and shards.entries is None else _firsts(shards)
+    """The numbers of the first batch entry and the first head of a rank that has a share of them, and how many there
+    are of both; else nothing."""
+    if shards.heads is None and shards.entries is None:
+        return ()
+    return *_firsts(shards), *shards.whole
 
 
 def shifted_score_mod(score_mod: Any, shards: Shards) -> Any:

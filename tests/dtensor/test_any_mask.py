@@ -461,6 +461,26 @@ def test_shares_of_heads(ranks_of):
     ranks_of(4).run(run_shares_of_heads)
 
 
+def run_a_share_of_too_few(group):
+    """Heads are sharded, and batch entries are not as many as the mask is for."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("tp", "cp"))
+    p = plan(of_entries_and_heads(), mesh["cp"], options=SPREAD)
+    rank = mesh.get_local_rank("tp")
+    qkv = [p.shard(x[:1].chunk(2, 1)[rank], 2) for x in inputs()[0][:3]]
+    q, k, v = (DTensor.from_local(x, mesh, [Shard(1), Shard(2)]) for x in qkv)
+    with pytest.raises(
+        ValueError, match=r"must have the 2 batch entries that .* own, got 1; where"
+    ):
+        p.attention(q, k, v)
+    rows, tensors = [x[0].transpose(0, 1) for x in qkv], p._planned.tensors("cpu")
+    with pytest.raises(ValueError, match=r"`share` must be the first batch entry, .* got \[0, 2\]"):
+        context_parallel_attention(*rows, tensors, mesh.get_group("cp"), share=(0, 2))
+
+
+def test_a_share_of_too_few(ranks_of):
+    ranks_of(2).run(run_a_share_of_too_few)
+
+
 def run_several_masks(group):
     """One placement for masks of all kinds, and for queries and keys that are two sequences."""
     masks = {

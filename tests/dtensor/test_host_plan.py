@@ -141,6 +141,16 @@ def digest_of(i):
     return host.planned.digest
 
 
+def test_a_pickled_plan_has_the_blocks_of_its_rank_alone():
+    """Not those of the whole mask, of which four ranks have a quarter each."""
+    visible = torch.rand(4096, 4096, generator=torch.Generator().manual_seed(0)) < 0.4
+    host = plan(lambda b, h, q, kv: visible[q, kv], ranks=(4, 1), seqlen=4096)
+    num_bytes = 32 * 32 * 2048
+    assert host.planned.bits.nbytes == num_bytes // 4
+    assert host.slices is None
+    assert len(pickle.dumps(host)) < num_bytes // 2
+
+
 class Plans:
     """A data set whose worker plans ahead."""
 

@@ -180,7 +180,7 @@ def run_alone(group):
     few = dist.new_group(timeout=datetime.timedelta(seconds=1))
     if group.rank():
         return
-    with pytest.raises(RuntimeError, match="rank 0 has not heard of the others in a forward"):
+    with pytest.raises(RuntimeError, match="rank 0 has not heard of rank 1 in a forward"):
         attend(plan_rank(CAUSAL, 2, 0, OPTIONS), few)
 
 
@@ -237,7 +237,7 @@ def run_on_gpus(group, has_cpu_backend):
         patch.setattr(agreement, "is_recorded", lambda device: False)
         store.set_timeout(datetime.timedelta(seconds=1))
         if not group.rank():
-            with pytest.raises(RuntimeError, match="rank 0 has not heard of the others"):
+            with pytest.raises(RuntimeError, match="rank 0 has not heard of rank 1 in a forward"):
                 call(12)
     finally:
         store.set_timeout(timeout)

@@ -23,7 +23,7 @@ def by_head(limit):
 )
 def test_a_part_follows_its_block_mask(change):
     mask = create_block_mask(by_head(3), None, 4, 64, 64, device="cpu", BLOCK_SIZE=32)
-    shards = Shards(*[torch.empty(0)] * 3, None, (), entries=None, heads=(2, 2))
+    shards = Shards(*[torch.empty(0)] * 3, None, (), entries=None, heads=(2, 2), whole=(1, 4))
     part = block_mask_of(mask, shards)
     assert block_mask_of(mask, shards) is part
     change(mask)

@@ -63,19 +63,17 @@ class Placement:
 
     def rank_of_chunk(self) -> Tensor:
         """int64 `[num_chunks]`."""
-        rank = torch.empty(self.chunks.numel(), dtype=torch.int64, device="cpu")
-        rank[self.chunks.flatten()] = torch.arange(self.cp_size, device="cpu").repeat_interleave(
-            self.chunks.shape[1]
-        )
-        return rank
+        return self._of_chunk(torch.arange(self.cp_size, device="cpu")[:, None])
 
     def shift_of_chunk(self) -> Tensor:
         """Local row minus row of the sequence, int64 `[num_chunks]`."""
-        slot = torch.empty(self.chunks.numel(), dtype=torch.int64, device="cpu")
-        slot[self.chunks.flatten()] = torch.arange(self.chunks.shape[1], device="cpu").repeat(
-            self.cp_size
-        )
+        slot = self._of_chunk(torch.arange(self.chunks.shape[1], device="cpu"))
         return (slot - torch.arange(len(slot), device="cpu")) * self.chunk_size
+
+    def _of_chunk(self, values: Tensor) -> Tensor:
+        """For each chunk the value at its place in `chunks`."""
+        flat = self.chunks.flatten()
+        return torch.empty_like(flat).scatter_(0, flat, values.expand_as(self.chunks).flatten())
 
     def positions(self, rank: int | None = None) -> Tensor:
         """The position in the sequence of every row of `rank`, or of all ranks one after another, int64."""

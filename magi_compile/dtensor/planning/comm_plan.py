@@ -64,8 +64,11 @@ class RankRows:
         rank, table, keys = dispatch.rank_of_chunk(), dispatch.table, dispatch.keys
         of_rank = table.needs._replace(owner=pick(rank, table.needs.owner))
         needs, chunk = split_at_multiples(unite(of_rank, keys.total_padded), keys.chunk_size)
-        shifts = dispatch.shift_of_chunk(), keys.shift_of_chunk()
-        return RankRows(dispatch, rank, *shifts, needs, chunk, pick(keys.rank_of_chunk(), chunk))
+        shift = dispatch.shift_of_chunk()
+        holder, key_shift = rank, shift
+        if keys is not dispatch:
+            holder, key_shift = keys.rank_of_chunk(), keys.shift_of_chunk()
+        return RankRows(dispatch, rank, shift, key_shift, needs, chunk, pick(holder, chunk))
 
     def rects_of(self, rank: int) -> tuple[Rects, Tensor, Tensor]:
         """The mask of the rows of `rank`: rects in coordinates of the sequence that have a key in every row, and
@@ -172,7 +175,10 @@ class CommPlan:
     def stages(self, rank: int, *, has_slices: bool = True) -> list[list[Stage]]:
         """The stages of `rank` for each degree; tensors are on the CPU. Without `has_slices` those are left out."""
         is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
-        mine, theirs = (self._moving_rows(x.nonzero().flatten()) for x in (is_mine, is_theirs))
+        indices = [x.nonzero().flatten() for x in (is_mine, is_theirs)]
+        first, fields = len(indices[0]), self._moving_rows(torch.cat(indices))
+        mine = MovingRows(*(x[:, :first].flatten() for x in fields))
+        theirs = MovingRows(*(x[:, first:].flatten() for x in fields))
         slices = self._slices(rank, mine) if has_slices else self._no_slices(rank)
         transfers = self._transfers(mine, theirs)
         return [
@@ -190,8 +196,8 @@ class CommPlan:
         first = accumulate((x.num_stages for x in self.buffers), initial=0)
         return zip(self.degrees, first, self.buffers, strict=False)
 
-    def _moving_rows(self, index: Tensor) -> MovingRows:
-        """Some of `rows.needs`."""
+    def _moving_rows(self, index: Tensor) -> Sequence[Tensor]:
+        """The fields of `MovingRows` of some of `rows.needs`, `[num_degrees, num_needs]`."""
         rows = self.rows
         needs, holder = rows.needs.take(index), pick(rows.holder, index)
         is_remote, receiver = holder != needs.owner, needs.owner
@@ -210,7 +216,7 @@ class CommPlan:
             )
         source_row = needs.lo + pick(rows.shift_of_key_chunk, pick(rows.chunk, index))
         fields = (torch.stack(stages), torch.stack(buffer_rows), *needs, holder, source_row)
-        return MovingRows(*(x.flatten() for x in torch.broadcast_tensors(*fields)))
+        return torch.broadcast_tensors(*fields)
 
     def _transfers(self, mine: MovingRows, theirs: MovingRows) -> list[Transfer]:
         """One rank's share of each stage: it receives `mine` and sends `theirs`."""
@@ -272,18 +278,19 @@ class CommPlan:
         # order.
         order = mine.stage.argsort(stable=True)
         stage, lo, hi, key_row = (pick(x, order) for x in (mine.stage, mine.lo, mine.hi, key_row))
-        is_apart = (lo[1:] != hi[:-1]) | ((key_row - lo)[1:] != (key_row - lo)[:-1])
+        shift = key_row - lo
+        is_apart = (lo[1:] != hi[:-1]) | (shift[1:] != shift[:-1])
         first, last = group((stage[1:] != stage[:-1]) | is_apart, len(stage))
         keys, key_shift = (
             Ranges(pick(stage, first), pick(lo, first), pick(hi, last)),
-            pick(key_row - lo, first),
+            pick(shift, first),
         )
         rects, row_shift, whole = self.rows.rects_of(rank)
         # Every rect against the keys of every stage.
         num_rects = len(row_shift)
         first_key, last_key = rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1]
         owner = torch.arange(num_stages, device="cpu").repeat_interleave(num_rects)
-        sees = Ranges(owner, first_key.repeat(num_stages), last_key.repeat(num_stages))
+        sees = Ranges(owner, *(torch.cat([x] * num_stages) for x in (first_key, last_key)))
         rect, key = overlaps(sees, keys, total)
         rect = rect - pick(owner, rect) * num_rects
         of_keys = rects.select(rect).clipped_to_columns(pick(keys.lo, key), pick(keys.hi, key))
@@ -330,10 +337,12 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
     remote_before = remote_end - remote
     middle = remote_before + remote.double() / 2
 
+    last_of_rank = torch.searchsorted(receiver, torch.arange(cp_size + 1, device="cpu"))
+
     def up_to(end: Tensor) -> Tensor:
         """The counts up to each rank, and up to the last, `[cp_size + 1]`."""
         padded = torch.cat([end.new_zeros(1), end])
-        return padded[torch.searchsorted(receiver, torch.arange(cp_size + 1, device="cpu"))]
+        return pick(padded, last_of_rank)
 
     def buffers_of(degree: int) -> Buffers:
         ends = up_to(remote_end if degree else all_end)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from array import array
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ from magi_compile.dtensor.planning.ranges import group, pick
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
+
+HASHED_BLOCKS = 4096  # read at a time: 8 MiB
 
 
 class Entries(NamedTuple):
@@ -86,12 +90,20 @@ class Cover(AttnSlices):
         vars(cover).update(block=block, entry=entry, entries=entries, blocks=blocks)
         return cover
 
-    def content(self) -> list[int]:
-        """Numbers that other blocks and other entries do not share. Waits for the device of the blocks."""
-        bits = self.blocks.contiguous().cpu()
-        digest = hashlib.blake2b(ctypes.string_at(bits.data_ptr(), bits.nbytes), digest_size=7)
-        hashed = int.from_bytes(digest.digest(), "little")
-        return [*self.entries, hashed, len(bits), *self.block.tolist(), *self.entry.tolist()]
+    @cached_property
+    def content(self) -> bytes:
+        """A hash of what is shown beside the slices: the entries, and the blocks of bits. Made once, by a pass over all
+        of them that waits for their device."""
+        hasher = hashlib.blake2b(array("q", [*self.entries, len(self.blocks)]), digest_size=16)
+        for part in (self.block, self.entry, *self.blocks.split(HASHED_BLOCKS)):
+            hasher.update(bytes_of(part))
+        return hasher.digest()
+
+
+def bytes_of(x: Tensor) -> bytes:
+    """The entries of a tensor in order, from wherever it is."""
+    x = x.contiguous().cpu()
+    return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
 def _rects(slices: AttnSlices) -> tuple[Rects, Tensor]:

@@ -35,6 +35,7 @@ from magi_compile.dtensor.planning.chunks import (
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.keys import key_placement, keys_of, named_after_keys
 from magi_compile.dtensor.planning.placement import pack, repair
+from magi_compile.dtensor.planning.ranges import pick
 from magi_compile.masks.arguments import check_count
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops.validation import check_number
@@ -395,8 +396,8 @@ def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Ten
 
 
 def _imbalance(table: ChunkTable, assignment: Tensor) -> float:
-    loads = table.area[assignment].sum(1)
-    return int(loads.max()) * len(loads) / max(int(loads.sum()), 1)
+    loads = pick(table.area, assignment.flatten()).view(assignment.shape).sum(1).tolist()
+    return max(loads) * len(loads) / max(sum(loads), 1)
 
 
 Strategy = Callable[[ChunkTable, int, float, CostModel], Tensor]

@@ -22,8 +22,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import chain
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -39,7 +38,7 @@ from magi_compile.dtensor.planning.comm_plan import (
     plan_communication,
 )
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
-from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries, bytes_of
 from magi_compile.dtensor.planning.dispatch import (
     Dispatch,
     StrategyName,
@@ -196,6 +195,7 @@ def plan_rank(
 
 @one_thread()
 @_compat.outside_of_modes()
+@_compat.without_autograd()
 def plan_rank_together(
     masks: Sequence[AttnSlices],
     cp_size: int,
@@ -233,14 +233,15 @@ def plan_rank_together(
         raise ValueError(f"`rank` must be in [0, cp_size = {cp_size}), got {rank}")
     contents = [_content_of(mask, cp_size) for mask in masks]
     # One plan is the same whatever its weight.
-    others = [] if len(masks) == 1 else [-1, *weights, *chain.from_iterable(contents)]
+    others = [] if len(masks) == 1 else [_bytes_of(-1, *weights), *contents]
     if isinstance(permutation, Placement):
-        others += [-4, *_content_of_placement(permutation)]
+        others += [_bytes_of(-4), _content_of_placement(permutation)]
     elif permutation is not None:
-        others += [-2, *permutation.tolist()]
+        others += [_bytes_of(-2), bytes_of(permutation)]
     for placement in keys or []:
-        others += [-3, *([] if placement is None else _content_of_placement(placement))]
-    digests = [_digest(content + others, options) for content in contents]
+        others += [_bytes_of(-3), b"" if placement is None else _content_of_placement(placement)]
+    rest = b"".join([*others, _text_of(options)])
+    digests = [_digest(content + rest) for content in contents]
     with _lock:
         if all((digest, rank) in _plans for digest in digests):
             return recent(_plans, [(digest, rank) for digest in digests])
@@ -351,22 +352,28 @@ def _plan(
     return RankPlan(where, rank, digest, forward, backward, is_early, bits, entries)
 
 
-def _content_of(slices: AttnSlices, cp_size: int) -> list[int]:
-    content = [slices.seqlen_q, slices.seqlen_k, cp_size]
-    for part in (slices.q_ranges, slices.k_ranges, slices.mask_types):
-        content += part.flatten().tolist()
-    return [*content, *slices.content()] if isinstance(slices, Cover) else content
+def _content_of(slices: AttnSlices, cp_size: int) -> bytes:
+    sizes = _bytes_of(slices.seqlen_q, slices.seqlen_k, cp_size, len(slices))
+    lists = map(bytes_of, (slices.q_ranges, slices.k_ranges, slices.mask_types))
+    return b"".join([sizes, *lists, slices.content if isinstance(slices, Cover) else b""])
 
 
-def _content_of_placement(placement: Placement) -> list[int]:
-    return [placement.chunk_size, *placement.chunks.flatten().tolist()]
+def _content_of_placement(placement: Placement) -> bytes:
+    return _bytes_of(placement.chunk_size, *placement.chunks.shape) + bytes_of(placement.chunks)
 
 
-def _digest(content: list[int], options: ContextParallelOptions) -> int:
+@lru_cache
+def _text_of(options: ContextParallelOptions) -> bytes:
+    return repr(options).encode()
+
+
+def _bytes_of(*numbers: int) -> bytes:
+    return array("q", numbers).tobytes()
+
+
+def _digest(content: bytes) -> int:
     """63 bits that two different plans do not share."""
-    hasher = hashlib.blake2b(array("q", content).tobytes(), digest_size=8)
-    hasher.update(repr(options).encode())
-    return int.from_bytes(hasher.digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
 class Planned(Protocol):

@@ -13,10 +13,7 @@ is computed, and where it does not, a pass waits, or a stage hides as much.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import NamedTuple, TypeAlias
 
 from magi_compile.dtensor.planning.comm_plan import StageLoads
 from magi_compile.dtensor.planning.cost import CostModel
@@ -40,21 +37,22 @@ EARLY_FORWARD_COST = 0.02
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A forward pass of the slowest rank."""
-    return _forward(loads, _column([degree]), cost).item()
+    return _forward(loads, [degree], cost)[0]
 
 
 def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A backward pass of the slowest rank: keys are cast again, their gradients go home stage by stage."""
-    return _backward(loads, _column([degree]), cost).item()
+    return _backward(loads, [degree], cost)[0]
 
 
 def early_seconds(loads: StageLoads, cost: CostModel) -> float:
     """A forward pass with degree 0 of the slowest rank, by a kernel that begins before remote keys are there."""
-    area, local = _areas(loads, cost.seconds_per_area)
-    cast = _cast_seconds(loads, _column([1]), cost)[0]
-    parts = torch.minimum(cast, local) / area.clamp(min=1e-9)
-    stage = parts.clamp(max=1) * loads.query_rows * cost.stage_seconds_per_row
-    return (_early_forward(area, local, cast) + stage).amax().item()
+    (cast,) = _casts(loads, [1], cost)
+    stage = loads.query_rows * cost.stage_seconds_per_row
+    return max(
+        _early_forward(area, local, cast) + min(min(cast, local) / max(area, 1e-9), 1.0) * stage
+        for area, local in _areas(loads, cost.seconds_per_area)
+    )
 
 
 def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
@@ -63,9 +61,9 @@ def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     That is where it hides more than it costs. What splits of tiles cost is left out: where rows have few keys, tiles
     without remote ones keep a rank busy for most of the time, and have none.
     """
-    area, local = _areas(loads, cost.seconds_per_area)
-    cast = _cast_seconds(loads, _column([1]), cost)[0]
-    return bool(_early_forward(area, local, cast).amax() < (area + cast).amax())
+    areas, (cast,) = _areas(loads, cost.seconds_per_area), _casts(loads, [1], cost)
+    early = max(_early_forward(area, local, cast) for area, local in areas)
+    return early < max(area + cast for area, _ in areas)
 
 
 def choose_degree(
@@ -91,78 +89,103 @@ def choose_degree(
     if not int(loads.recv_rows.sum()):
         return 1  # nothing moves, and keys that are attended in place are not even copied
     seconds = _backward if backward else _forward
-    predicted = seconds(loads, _column(range(max_degree + 1)), cost).tolist()
+    predicted = seconds(loads, range(max_degree + 1), cost)
     if early and not backward and forward_begins_early(loads, cost):
         predicted[0] = early_seconds(loads, cost)
     return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
 
 
-def _column(degrees: Sequence[int]) -> Tensor:
-    return torch.tensor(degrees, dtype=torch.float64, device="cpu")[:, None]
+# In floats: for a few ranks, tensors would take ten times as long.
 
 
-def _forward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
-    """Seconds for each of `degrees`, float64 `[num, 1]`."""
-    area, local = _areas(loads, cost.seconds_per_area)
-    compute = _Compute(local, area - local, area, loads.query_rows * cost.stage_seconds_per_row)
-    _, last = _first_and_last_end(degrees, _cast_seconds(loads, degrees, cost), compute)
-    return last
+def _forward(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
+    """Seconds for each of `degrees`."""
+    ranks = _ranks(loads, cost.seconds_per_area)
+    call = _Call(loads.query_rows * cost.stage_seconds_per_row)
+    casts = zip(degrees, _casts(loads, degrees, cost), strict=True)
+    return [_first_and_last_end(degree, cast, ranks, call)[1] for degree, cast in casts]
 
 
-def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
-    """Seconds for each of `degrees`, float64 `[num, 1]`."""
-    cast = _cast_seconds(loads, degrees, cost)
-    parts = degrees.clamp(min=1)
-    area, local = _areas(loads, cost.seconds_per_area * cost.backward_area_factor)
+def _backward(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
+    """Seconds for each of `degrees`."""
+    ranks = _ranks(loads, cost.seconds_per_area * cost.backward_area_factor)
+    stage = loads.query_rows * cost.backward_stage_seconds_per_row
     # Half a wave of thread blocks idles at the end of a remote stage: what dealing the tiles of packed documents to
     # 132 SMs gives, between the mean over ranks and the slowest one.
-    recv_rows = loads.recv_rows.double().clamp(min=1)
-    idle = IDLE_WAVES * cost.backward_wave_rows * parts / recv_rows
-    stage = loads.query_rows * cost.backward_stage_seconds_per_row
-    compute = _Compute(local, (area - local) * (1 + idle), area, stage, BEFORE_KEYS * stage)
-    first, last = _first_and_last_end(degrees, cast, compute)
-    # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
-    # each other from the first stage on, or the last one starts as its stage ends.
-    reduce = cast[:, 0] * cost.backward_reduce_factor
-    return torch.maximum(first + parts[:, 0] * reduce, last + reduce)
+    call = _Call(stage, BEFORE_KEYS * stage, IDLE_WAVES * cost.backward_wave_rows)
+    found = []
+    for degree, cast in zip(degrees, _casts(loads, degrees, cost), strict=True):
+        first, last = _first_and_last_end(degree, cast, ranks, call)
+        # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
+        # each other from the first stage on, or the last one starts as its stage ends.
+        reduce = cast * cost.backward_reduce_factor
+        found.append(max(first + max(degree, 1) * reduce, last + reduce))
+    return found
 
 
-def _areas(loads: StageLoads, seconds_per_area: float) -> tuple[Tensor, Tensor]:
-    """Seconds of all keys and of the local ones on each rank, float64 `[cp_size]`."""
-    return loads.area.double() * seconds_per_area, loads.local_area.double() * seconds_per_area
+#: Seconds of all keys and of the local ones, of each rank.
+_Areas: TypeAlias = list[tuple[float, float]]
 
 
-def _early_forward(area: Tensor, local: Tensor, cast: Tensor) -> Tensor:
-    """Seconds of a forward pass that begins early on each rank, but for those that splits of tiles cost."""
-    return area * (1 + EARLY_FORWARD_COST) + (cast - local).clamp(min=0)
+def _areas(loads: StageLoads, seconds_per_area: float) -> _Areas:
+    pairs = zip(loads.area.tolist(), loads.local_area.tolist(), strict=True)
+    return [(area * seconds_per_area, local * seconds_per_area) for area, local in pairs]
 
 
-def _cast_seconds(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
-    """One cast, `[num, 1]`; the slowest link decides."""
+def _early_forward(area: float, local: float, cast: float) -> float:
+    """Seconds of a forward pass that begins early on a rank, but for those that splits of tiles cost."""
+    return area * (1 + EARLY_FORWARD_COST) + max(cast - local, 0.0)
+
+
+def _casts(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
+    """Seconds of one cast for each of `degrees`; the slowest link decides."""
     rows = max(int(loads.recv_rows.max()), int(loads.send_rows.max()))
-    return cost.latency_seconds + rows * cost.seconds_per_row / degrees.clamp(min=1)
+    return [
+        cost.latency_seconds + rows * cost.seconds_per_row / max(degree, 1) for degree in degrees
+    ]
 
 
-class _Compute(NamedTuple):
-    """Seconds of compute on each rank, float64, broadcast to `[num, cp_size]`."""
+class _Rank(NamedTuple):
+    """What a rank computes, in seconds."""
 
-    local: Tensor  # of local keys in a call of their own
-    remote: Tensor  # of remote keys
-    merged: Tensor  # of all keys in one call
-    stage: float  # what a call costs beyond that
-    before_keys: float = 0.0  # of which so much needs no keys
+    local: float  # of local keys in a call of their own
+    remote: float  # of remote keys
+    merged: float  # of all keys in one call
+    recv_rows: int
 
 
-def _first_and_last_end(degrees: Tensor, cast: Tensor, compute: _Compute) -> tuple[Tensor, Tensor]:
-    """When the slowest rank is done with the first and with the last stage that needs a cast, `[num]` each.
+class _Call(NamedTuple):
+    """What a call costs any rank beyond that."""
+
+    seconds: float
+    before_keys: float = 0.0  # of which so many need no keys
+    idle_rows: float = 0.0  # what a stage is longer by, of rows that it receives
+
+
+def _ranks(loads: StageLoads, seconds_per_area: float) -> list[_Rank]:
+    areas, recv_rows = _areas(loads, seconds_per_area), loads.recv_rows.tolist()
+    return [
+        _Rank(local, area - local, area, rows)
+        for (area, local), rows in zip(areas, recv_rows, strict=True)
+    ]
+
+
+def _first_and_last_end(
+    degree: int, cast: float, ranks: Sequence[_Rank], call: _Call
+) -> tuple[float, float]:
+    """When the slowest rank is done with the first and with the last stage that needs a cast.
 
     A stage starts once the stage before is done, and goes on once its keys have arrived. Stages and casts take equally
     long each, so stages either follow each other from the first one on, or the last one goes on as its cast ends.
     """
-    has_local, parts = degrees > 0, degrees.clamp(min=1)
-    done = torch.where(has_local, compute.local + compute.stage, 0.0)
-    stage = torch.where(has_local, compute.remote / parts, compute.merged) + compute.stage
-    with_keys = stage - compute.before_keys
-    first = torch.maximum(done + compute.before_keys, cast) + with_keys
-    last = torch.maximum(first + (parts - 1) * stage, parts * cast + with_keys)
-    return first.amax(1), last.amax(1)
+    parts, firsts, lasts = max(degree, 1), [], []
+    for local, remote, merged, rows in ranks:
+        done, stage = 0.0, merged + call.seconds
+        if degree:
+            idle = call.idle_rows * parts / max(rows, 1)
+            done, stage = local + call.seconds, remote * (1 + idle) / parts + call.seconds
+        with_keys = stage - call.before_keys
+        first = max(done + call.before_keys, cast) + with_keys
+        firsts.append(first)
+        lasts.append(max(first + (parts - 1) * stage, parts * cast + with_keys))
+    return max(firsts), max(lasts)

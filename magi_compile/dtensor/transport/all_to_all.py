@@ -50,6 +50,9 @@ class AllToAll:
     ) -> _Reduce:
         return _Reduce(tensors, route.derive(_Order, group.rank()), group)
 
+    def release(self) -> None:
+        """Nothing: what waits are kernels of the backend, which only it can end."""
+
 
 class _Order:
     """A route row by row, int32: what travels, in the order of ranks, and what stays."""

@@ -9,6 +9,7 @@ Implementations are listed in `COLLECTIVES` and found by `select`. One is an obj
     casts(tensors, routes, group)        an iterator: each `next` starts the cast of the next route
     outbox(like, route, group)           buffers for the next reduce, best written in place
     start_reduce(tensors, route, group)  starts a reduce
+    release()                            lets go what waits for ranks that do not come
 
 Ranks call in the same order with the same number of routes, also those that neither send nor receive. Nothing makes
 the host wait for the device: a call enqueues work behind what the current stream holds, `PendingCast.wait` and
@@ -24,7 +25,6 @@ import importlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -186,6 +186,11 @@ class Collective(Protocol):
         """Starts to send the rows of the buffers `tensors [num_received, ...]`, of one dtype, home."""
         ...
 
+    def release(self) -> None:
+        """Lets go what waits on this process's devices for ranks that do not come: once more each time, since streams
+        may wait again. For an error: what they go on with is wrong. Called on another thread."""
+        ...
+
 
 #: As a caller may ask for a collective: "auto" takes the first of `COLLECTIVES` that serves.
 CollectiveName: TypeAlias = Literal["auto", "native", "all_to_all"]
@@ -219,6 +224,12 @@ def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collect
     return chosen[name, device]
 
 
+def release() -> None:
+    """`Collective.release` of all that move rows in this process."""
+    for collective in list(_loaded.values()):
+        collective.release()
+
+
 _chosen: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Collective]] = WeakKeyDictionary()
 
 
@@ -246,10 +257,14 @@ def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collec
     raise NotImplementedError(f"no collective can move rows on {device}:\n{listed}")
 
 
-@cache
+_loaded: dict[str, Collective] = {}
+
+
 def _load(name: str) -> Collective:
-    module_name, _, class_name = COLLECTIVES[name].partition(":")
-    return getattr(importlib.import_module(module_name), class_name)()
+    if name not in _loaded:
+        module_name, _, class_name = COLLECTIVES[name].partition(":")
+        _loaded[name] = getattr(importlib.import_module(module_name), class_name)()
+    return _loaded[name]
 
 
 def _refusals(name: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:

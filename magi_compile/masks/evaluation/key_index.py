@@ -127,7 +127,7 @@ class Marks(NamedTuple):
 def gather(table: Tensor, index: Tensor) -> Tensor:
     """`table [1 or batch, n]` at `index [1 or batch, rows]`, batch entry by batch entry."""
     if table.shape[0] == 1:
-        return table[0][index]
+        return table[0].index_select(0, index.flatten()).view(index.shape)
     return table.gather(-1, index.long().expand(table.shape[0], -1))
 
 

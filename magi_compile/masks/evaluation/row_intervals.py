@@ -181,7 +181,7 @@ def check_arguments(
     for symbol in symbols:
         if abs(symbol) > MAX_SYMBOL:
             raise ValueError(f"a captured int must be within 2**40, got {symbol}")
-    looked_up = {node.args[0] for node in program.expr.walk() if node.op == "table"}
+    looked_up = program.expr.tables
     for index, tensor in enumerate(tables[: program.num_captures]):
         if index not in looked_up:
             continue
@@ -195,6 +195,10 @@ def check_arguments(
 
 def _disjoint(lanes: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Sorts the intervals of each row and joins those that overlap or touch; the others become `[0, 0)`."""
+    if len(lanes) == 1:
+        ((lo, hi),) = lanes
+        is_live = lo < hi
+        return [(torch.where(is_live, lo, 0), torch.where(is_live, hi, 0))]
     far = 2**31 - 1
     lanes = [(torch.where(lo < hi, lo, far), torch.where(lo < hi, hi, far)) for lo, hi in lanes]
     count = len(lanes)

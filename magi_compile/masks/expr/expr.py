@@ -54,6 +54,11 @@ class Expr:
         return tuple(arg for arg in self.args if isinstance(arg, Expr))
 
     @cached_property
+    def tables(self) -> frozenset[int]:
+        """The numbers of the tables that it looks up."""
+        return frozenset(node.args[0] for node in self.walk() if node.op == "table")
+
+    @cached_property
     def variables(self) -> frozenset[str]:
         """The variables that occur in it."""
         if self.op == "var":

@@ -160,7 +160,7 @@ class MaskProgram:
     @cached_property
     def reads_tensors(self) -> bool:
         """True if it depends on captured tensors."""
-        used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
+        used = self.expr.tables
         if used - set(self.columns):
             return True
         read = self.functions.values() if self.expr.reasons else self.columns.values()
@@ -171,7 +171,7 @@ class MaskProgram:
     def num_captures(self) -> int:
         """The number of captured tensors that it takes: one more than the highest number of one that its values depend
         on."""
-        used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
+        used = self.expr.tables
         for function in self.columns.values():
             used |= {int(name[1:]) for name in parameters(function) if _TABLE.fullmatch(name)}
         return max(used - set(self.columns), default=-1) + 1

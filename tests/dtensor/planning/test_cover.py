@@ -7,7 +7,7 @@ from torch.nn.attention import flex_attention as flex
 from magi_compile.dtensor.entries import Packing
 from magi_compile.dtensor.execution import unpack
 from magi_compile.dtensor.make_plan import _converted
-from magi_compile.dtensor.planning import rank_plan
+from magi_compile.dtensor.planning import cover, rank_plan
 from magi_compile.dtensor.planning.cover import Entries
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
@@ -157,11 +157,32 @@ def test_other_bits_are_another_plan():
 def test_a_share_of_the_masks():
     dense = torch.rand(2, HEADS, 60, 60, generator=torch.Generator().manual_seed(0)) < 0.5
     stage = unpack(*plan_rank(planned_mask(dense), 1, 0).tensors("cpu")).forward[0]
-    packing = Packing.of(entries_of(planned_mask(dense)), 1, (2, 1), (1, 2), has_score=False)
+    packing = Packing.of(entries_of(planned_mask(dense)), 1, (2, 1), (1, 2, 2, 4), has_score=False)
     slices = stage.slices_of(packing)
     rows, keys = slices.seqlen_q // 2, slices.seqlen_k  # two heads that read the same keys
     shown = slices.to_dense().view(2, rows, keys)[:, :60, :60]
     torch.testing.assert_close(shown, dense[1, 2:])
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        ((0, 2, 1, HEADS), "`q` must have the 2 batch entries that have masks of their own, got 1"),
+        ((0, 2, 2, 8), f"`q` must have the {HEADS} heads that have masks of their own, got 8"),
+    ],
+)
+def test_a_share_of_other_masks(share, message):
+    """However few this rank has of both."""
+    with pytest.raises(ValueError, match=message):
+        Packing.of(Entries(2, HEADS), 1, (2, 1), share, has_score=False)
+
+
+def test_blocks_are_hashed_once(monkeypatch):
+    dense = torch.rand(1, 1, 256, 256, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = planned_mask(dense)
+    first = plan_rank(mask, 2, 0)
+    monkeypatch.setattr(cover, "bytes_of", None)
+    assert plan_rank(mask, 2, 1).digest == first.digest
 
 
 def test_no_more_bits_are_kept_than_there_is_room_for(monkeypatch):

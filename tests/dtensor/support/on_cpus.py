@@ -40,6 +40,9 @@ class Stream:
     def record_event(self):
         return object()
 
+    def query(self):
+        return True
+
 
 def symmetric_empty(num_bytes, device):
     handle, path = tempfile.mkstemp()
@@ -99,6 +102,7 @@ def emulation():
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream())
         patch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(_compat, "symmetric_empty", symmetric_empty)
         patch.setattr(_compat, "symmetric_rendezvous", symmetric_rendezvous)

@@ -62,8 +62,7 @@ class Ranks:
 
         Ranks of `expect_dead` must end their process instead; their result is None.
         """
-        for pipe in self._pipes:
-            pipe.send((function, arguments))
+        self.start(function, *arguments)
         results, failures, silent = [], [], False
         deadline = time.monotonic() + self._timeout.total_seconds() + 20
         for rank, pipe in enumerate(self._pipes):
@@ -85,6 +84,28 @@ class Ranks:
         if failures:
             raise AssertionError("\n".join(failures))
         return results
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Begins what `run` does, where not all ranks are to answer."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+
+    def result_of(self, rank: int, seconds: float) -> Any:
+        """The answer of one rank after `start`, which must come within so many seconds."""
+        if not self._pipes[rank].poll(seconds):
+            raise AssertionError(f"rank {rank} of {self.size} did not answer within {seconds:g} s")
+        try:
+            error, result, _ = self._pipes[rank].recv()
+        except EOFError:
+            raise AssertionError(f"the process of rank {rank} of {self.size} ended") from None
+        if error:
+            raise AssertionError(f"rank {rank} of {self.size}:\n{error}")
+        return result
+
+    def exit_code_of(self, rank: int, seconds: float) -> int | None:
+        """That of the process of one rank, which must end within so many seconds; None if it lives on."""
+        self._processes[rank].join(seconds)
+        return self._processes[rank].exitcode
 
     def close(self) -> None:
         for process in self._processes:

@@ -82,6 +82,11 @@ class NativeCollective:
         self._pull(order.pulls, slot, targets, window.stream, met)
         return _WindowReduce(tensors, arrived, order, window, window.end())
 
+    def release(self) -> None:
+        for windows in list(self._windows.values()):
+            for window in list(windows.values()):
+                window.release()
+
     def _window(self, purpose: str, group: dist.ProcessGroup, device: torch.device) -> Window:
         windows = self._windows.setdefault(group, {})
         if purpose not in windows:

@@ -27,6 +27,7 @@ from magi_compile.dtensor.transport.native.stream_ops import Op, await_flag, set
 
 NUM_SLOTS = 2
 FLAG_BYTES = 4
+NUM_STREAMS = 32  # of one priority, in PyTorch
 ALIGNMENT = 4096  # of slots, in bytes
 GRANULARITY = 1 << 21  # of symmetric memory, in bytes
 
@@ -67,6 +68,8 @@ class Window:
         # The end of the last use, unless it was waited for.
         self._last: torch.cuda.Event | None = None
         self._is_recorded = False
+        self._flags: list[Op] = []  # set, all that this rank may await
+        self._aside: torch.cuda.Stream | None = None
 
     def next_slot(self, num_bytes: int, current: torch.cuda.Stream) -> Slot:
         """The slot whose turn it is, with room for `num_bytes`, which `current` may fill.
@@ -120,6 +123,16 @@ class Window:
         if event is self._last:
             self._last = None
 
+    def release(self) -> None:
+        """Sets all flags that this rank may await, as peers would that have come. On a stream that waits for nothing;
+        on any thread."""
+        if not self._flags:
+            return
+        with torch.cuda.device(self._device):
+            if self._aside is None:
+                self._aside = _idle_stream(self._device)
+            stream_ops.enqueue(self._flags, self._aside)
+
     @_compat.outside_of_modes()
     def _grow(self, num_bytes: int) -> None:
         # What was enqueued here is done, and nobody leaves the rendezvous before that is so on every rank.
@@ -139,6 +152,8 @@ class Window:
         self._rendezvous = _compat.symmetric_rendezvous(memory, self._group_name)
         addresses = _compat.symmetric_addresses(self._rendezvous)
         self._meeting_before = _meeting(addresses, self._rank, NUM_SLOTS)
+        own = addresses[self._rank]
+        self._flags = [set_flag(own + i * FLAG_BYTES, 1) for i in range(num_flags)]
         for index in range(NUM_SLOTS):
             offset = begin + index * self._capacity
             mine = memory[offset : offset + self._capacity]
@@ -163,6 +178,15 @@ def _meeting(addresses: list[int], rank: int, index: int) -> list[Op]:
         *(await_flag(address, 1) for address in mine),
         *(set_flag(address, 0) for address in mine),
     ]
+
+
+def _idle_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream with nothing under way: PyTorch has a few of each priority, which it gives out in turn."""
+    for _ in range(NUM_STREAMS):
+        stream = torch.cuda.Stream(device, priority=-1)
+        if stream.query():
+            break
+    return stream
 
 
 def round_up(number: int, multiple: int) -> int:

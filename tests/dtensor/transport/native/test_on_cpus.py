@@ -1,9 +1,12 @@
 """The native collective and attention over it, across processes, emulated on CPUs: see `on_cpus.py`."""
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.transport.collectives import COLLECTIVES
@@ -11,6 +14,7 @@ from magi_compile.kernels.select import KERNELS
 from tests.dtensor.support import phases_on_cpus
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.support.masks import SQUARE
+from tests.dtensor.support.ranks import Ranks
 from tests.dtensor.support.wanted import (
     expected_buffer,
     expected_total,
@@ -62,6 +66,43 @@ def run_casts_and_reduces(group, dtype):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_casts_and_reduces(ranks_of, size, dtype):
     ranks_of(size).run(run_casts_and_reduces, dtype)
+
+
+def run_a_release(group):
+    """Rank 0 waits for rank 1, which does not come, until a thread lets it go: in two meetings, one after the other."""
+    routes = [routes_of(random_ranges(2, 20, 30, seed), seed)[group.rank()] for seed in (0, 1)]
+    mine = [home_rows(group.rank(), 20, (2, 3), torch.float32, 0)]
+    with on_cpus.emulation():
+        collective = on_cpus.Emulated()
+        for cast in collective.casts(mine, routes, group):
+            cast.wait()
+        dist.barrier(group)
+        if group.rank():
+            return None
+        is_over = threading.Event()
+
+        def release():
+            while not is_over.wait(0.02):
+                collective.release()
+
+        thread = threading.Timer(0.5, release)
+        thread.start()
+        begin = time.monotonic()
+        for _ in range(2):
+            for cast in collective.casts(mine, routes, group):
+                cast.wait()
+        is_over.set()
+        thread.join()
+        return time.monotonic() - begin
+
+
+def test_release():
+    ranks = Ranks(2)  # symmetric memory is not what it was
+    try:
+        waited, _ = ranks.run(run_a_release)
+        assert 0.5 <= waited < 10
+    finally:
+        ranks.close()
 
 
 def run_attention(group, case, options):

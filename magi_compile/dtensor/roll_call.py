@@ -1,0 +1,121 @@
+"""Ranks that wait for others say so, and so find out who does not: through the store of their group.
+
+A rank that waits says every moment in which pass it does. Whoever says nothing new has ended, has been stopped, or does
+something else; whoever waits in an earlier pass has not come yet. Nothing is said while nobody waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+KEY = "magi_compile/waits"
+OLDER = 2.5  # pauses between two rounds that are compared
+FRESH = 3.0  # pauses since the last round: afterwards, the store no longer answers
+
+
+class _Round(NamedTuple):
+    """What all ranks had said at a time; nothing of those that never waited."""
+
+    time: float
+    said: dict[int, bytes]
+
+
+class RollCall:
+    """What this rank says and hears.
+
+    Args:
+        store: makes a store that nobody else uses, whose calls may block.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: Callable[[], Any], rank: int, size: int):
+        self._store, self._rank, self._size = store, rank, size
+        self._number: int | None = None  # of the pass in which this rank waits
+        self._pause = 1.0
+        self._beat = 0
+        self._rounds: deque[_Round] = deque(maxlen=16)
+        self._thread: threading.Thread | None = None
+
+    def wait_in(self, number: int, pause: float) -> None:
+        """This rank waits in a pass, until it says otherwise.
+
+        Args:
+            number: of the pass; all ranks count alike.
+            pause: seconds between what it says.
+        """
+        self._number, self._pause = number, pause
+        if self._thread is None:
+            self._rounds.clear()
+            self._thread = threading.Thread(target=self._run, name="magi-roll-call", daemon=True)
+            self._thread.start()
+
+    def leave(self) -> None:
+        """This rank waits no longer."""
+        self._number = None
+
+    def absent(self, number: int) -> list[int] | None:
+        """The ranks that do not wait in a pass in which this one does.
+
+        Args:
+            number: of the pass.
+
+        Returns:
+            Their numbers; None if the store does not answer.
+        """
+        rounds, now = list(self._rounds), time.monotonic()
+        if not rounds or now - rounds[-1].time > FRESH * self._pause:
+            return None
+        last = rounds[-1]
+        before = [x for x in rounds if last.time - x.time >= OLDER * self._pause]
+        if not before:
+            return None
+        return [
+            rank
+            for rank in range(self._size)
+            if rank != self._rank and not _waits(rank, number, before[-1], last)
+        ]
+
+    def of_absent(self, number: int) -> str:
+        """`absent` in words, the second half of a sentence."""
+        absent = self.absent(number)
+        if absent is None:
+            return (
+                "which ranks are late nobody knows: the store of the process group does not answer, so the process "
+                "that has it, rank 0 unless a launcher has it, has ended or hangs"
+            )
+        if not absent:
+            return "all ranks wait in it; a GPU hangs, or ranks have called other attentions"
+        ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        return f"{ranks} did not take part in time: ended, stopped, or busy with something else"
+
+    def _run(self) -> None:
+        store = None
+        while (number := self._number) is not None:
+            try:
+                store = store or self._store()
+                self._rounds.append(self._round(store, number))
+            except (RuntimeError, ValueError, KeyError):  # the store, or its group, has gone
+                store = None
+            time.sleep(self._pause)
+        self._thread = None
+
+    def _round(self, store: Any, number: int) -> _Round:
+        self._beat += 1
+        store.set(_key(self._rank), f"{number} {self._beat}")
+        keys = {rank: _key(rank) for rank in range(self._size)}
+        said = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+        return _Round(time.monotonic(), said)
+
+
+def _key(rank: int) -> str:
+    return f"{KEY}/{rank}"
+
+
+def _waits(rank: int, number: int, before: _Round, last: _Round) -> bool:
+    said = last.said.get(rank)
+    return said is not None and said != before.said.get(rank) and int(said.split()[0]) >= number

@@ -1,0 +1,332 @@
+"""Ends what waits on a GPU for a rank that does not come.
+
+Streams wait for flags of other ranks, and kernels of NCCL's for rows of other ranks, while no host waits with them. So
+a thread of each process looks after the passes of attention that were enqueued:
+
+    a pass is done                an event behind it says so; nothing else happens
+    it takes longer than others   this rank tells the others through the store that it waits: `roll_call.py`
+    it takes the timeout          who does not wait in it is late, and an error names them; a look before, a warning
+
+The error is logged, what waits on the device is released, and the thread that called attention gets the error, wherever
+it is: in `loss.item()`, in a synchronisation, in the next step. Later calls raise it as well. Where that thread does
+not take it, because a kernel of NCCL's holds it, the process ends.
+
+A pass costs its host a few microseconds, for an event. Replays of CUDA graphs are no calls, and nobody looks after
+them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from magi_compile import _compat
+from magi_compile.dtensor.roll_call import RollCall
+from magi_compile.dtensor.transport.collectives import is_recorded, release
+
+logger = logging.getLogger("magi_compile")
+
+MOST_SECONDS = 1.0  # between two looks
+LOOKS = 10  # within a timeout, at least
+LOOKS_BEFORE_ROLL_CALL = 2
+SECONDS_TO_TAKE_AN_ERROR = 10.0
+SECONDS_OF_RELEASE = 0.02  # between two: streams that were released may wait again
+
+
+class Event(Protocol):
+    """What an event says of the work in front of it."""
+
+    def query(self) -> bool:
+        """True if that is done."""
+        ...
+
+
+class Enqueued(NamedTuple):
+    """A pass that the host has enqueued.
+
+    Attributes:
+        number: of the pass; all ranks count alike.
+        time: at which the host was done with it.
+        event: behind all of it.
+        is_backward: whether it is a backward.
+    """
+
+    number: int
+    time: float
+    event: Event
+    is_backward: bool
+
+    def is_done(self) -> bool:
+        try:
+            return self.event.query()
+        except RuntimeError:  # the device has failed, which the next call of the host says
+            return True
+
+
+class Passes:
+    """The passes of one group that may still be under way.
+
+    Args:
+        name: of the group.
+        rank: this rank.
+        timeout: gives that of the group, in seconds.
+        roll_call: among its ranks.
+        release: lets go what waits on the device for other ranks; called again until nothing waits.
+        clock: gives seconds.
+        raise_in: raises an error in a thread, as `raise_in_thread`.
+        end: ends the process, as `end_process`.
+
+    Attributes:
+        error: that of ranks that were late, if some were.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        timeout: Callable[[], float],
+        roll_call: RollCall,
+        release: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        raise_in: Callable[[int, str, threading.Event], None] | None = None,
+        end: Callable[[str], None] | None = None,
+    ):
+        self.name, self.rank = name, rank
+        self.error: str | None = None
+        self._timeout, self._roll_call, self._release = timeout, roll_call, release
+        self._clock = clock
+        self._raise_in, self._end = raise_in or raise_in_thread, end or end_process
+        self._pending: deque[Enqueued] = deque()
+        self._number = self._warned = 0
+        self._thread = threading.get_ident()  # of the last forward: a backward may have another
+        self._is_taken = threading.Event()
+        self._failed = 0.0
+
+    def begin(self, *, is_backward: bool) -> int:
+        """The number of a pass that the host is about to enqueue.
+
+        Args:
+            is_backward: whether it is a backward.
+
+        Returns:
+            The number.
+
+        Raises:
+            RuntimeError: ranks were late for an earlier one.
+        """
+        if self.error is not None:
+            self._is_taken.set()
+            raise RuntimeError(self.error)
+        if not is_backward:
+            self._thread = threading.get_ident()
+        self._number += 1
+        return self._number
+
+    def enqueued(self, number: int, event: Event, *, is_backward: bool) -> None:
+        """The host has enqueued a pass, behind which is `event`."""
+        self._pending.append(Enqueued(number, self._clock(), event, is_backward))
+
+    def look(self) -> float | None:
+        """One look at the oldest pass.
+
+        Returns:
+            The number of seconds until the next look; None if nothing is under way.
+        """
+        while self._pending and self._pending[0].is_done():
+            self._pending.popleft()
+        if self.error is not None:
+            return self._look_after_the_error()
+        if not self._pending:
+            self._roll_call.leave()
+            return None
+        oldest, timeout = self._pending[0], self._timeout()
+        pause, age = min(MOST_SECONDS, timeout / LOOKS), self._clock() - oldest.time
+        if age >= timeout:
+            self._fail(oldest, timeout)
+            return self._look_after_the_error()
+        if age >= LOOKS_BEFORE_ROLL_CALL * pause:
+            self._roll_call.wait_in(oldest.number, pause)
+        if age >= timeout - pause and self._warned < oldest.number:
+            # NCCL may end the process at the timeout, and names nobody.
+            logger.warning("%s", self._in_words(oldest, age, timeout))
+            self._warned = oldest.number
+        return min(pause, timeout - age)
+
+    def _in_words(self, late: Enqueued, age: float, timeout: float) -> str:
+        what = "backward" if late.is_backward else "forward"
+        return (
+            f"rank {self.rank} of group {self.name!r}, whose timeout is {timeout:g} s, has waited {age:.0f} s for the "
+            f"end of a {what} across ranks, pass {late.number}: {self._roll_call.of_absent(late.number)}"
+        )
+
+    def _fail(self, late: Enqueued, timeout: float) -> None:
+        self.error = self._in_words(late, timeout, timeout)
+        logger.error("%s", self.error)
+        self._failed = self._clock()
+        # Before what waits is released: nothing may go on with rows that are not there.
+        self._raise_in(self._thread, self.error, self._is_taken)
+
+    def _look_after_the_error(self) -> float | None:
+        assert self.error is not None
+        if self._pending:
+            with suppress(RuntimeError):  # of a device that has failed
+                self._release()
+        if self._is_taken.is_set():
+            self._roll_call.leave()
+            return SECONDS_OF_RELEASE if self._pending else None
+        if self._clock() - self._failed >= SECONDS_TO_TAKE_AN_ERROR:
+            self._end(self.error)
+        return SECONDS_OF_RELEASE
+
+
+def raise_in_thread(thread: int, message: str, is_taken: threading.Event) -> None:
+    """Raises a RuntimeError in a thread as soon as that runs Python; `is_taken` is set then."""
+
+    def __init__(self: RuntimeError) -> None:
+        RuntimeError.__init__(self, message)
+        is_taken.set()
+
+    error = type("LateRankError", (RuntimeError,), {"__init__": __init__})
+    for ident in (thread, threading.main_thread().ident or 0):
+        if ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(ident), ctypes.py_object(error)
+        ):
+            return
+
+
+def end_process(message: str) -> None:
+    """Ends this process at once, as NCCL does where ranks are late."""
+    sys.stderr.write(f"magi_compile ends this process, which has not taken this error: {message}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class Watch:
+    """The thread that looks after the passes of all groups. It sleeps while nothing is under way."""
+
+    def __init__(self, prepare: Callable[[], None] = lambda: None):
+        self._prepare = prepare
+        self._passes: list[weakref.ref[Passes]] = []
+        self._has_work = threading.Event()
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, passes: Passes) -> None:
+        """Looks after these passes, too."""
+        self._passes = [x for x in self._passes if x() is not None] + [weakref.ref(passes)]
+
+    def wake(self) -> None:
+        """Something is under way."""
+        if self._has_work.is_set():
+            return
+        self._has_work.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="magi-watch", daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        self._is_over = True
+        self._has_work.set()
+
+    def _run(self) -> None:
+        self._prepare()
+        while True:
+            self._has_work.wait()
+            if self._is_over:
+                return
+            self._has_work.clear()
+            pause = self.look()
+            if pause is not None:
+                self._has_work.set()
+                time.sleep(pause)
+
+    def look(self) -> float | None:
+        """One look at all passes; seconds until the next one."""
+        pauses = [passes.look() for ref in self._passes if (passes := ref()) is not None]
+        return min((x for x in pauses if x is not None), default=None)
+
+
+class _Watched:
+    """Inside, the host enqueues a pass."""
+
+    __slots__ = ("device", "is_backward", "number", "passes")
+
+    def __init__(self, passes: Passes, device: torch.device, *, is_backward: bool):
+        self.passes, self.device, self.is_backward = passes, device, is_backward
+
+    def __enter__(self) -> None:
+        self.number = self.passes.begin(is_backward=self.is_backward)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            event = torch.cuda.current_stream(self.device).record_event()
+            self.passes.enqueued(self.number, event, is_backward=self.is_backward)
+            _watch.wake()
+
+
+def _prepare() -> None:
+    # Events are asked for while other threads capture CUDA graphs, which would otherwise fail.
+    from cuda.bindings import driver
+
+    driver.cuThreadExchangeStreamCaptureMode(
+        driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    )
+
+
+_watch = Watch(_prepare)
+_passes: weakref.WeakKeyDictionary[dist.ProcessGroup, Passes] = weakref.WeakKeyDictionary()
+_UNWATCHED: AbstractContextManager[None] = nullcontext()
+
+
+def watched(
+    group: dist.ProcessGroup, device: torch.device, *, is_backward: bool
+) -> AbstractContextManager[None]:
+    """A context in which the host enqueues a pass, which becomes an error if ranks are late.
+
+    Entering it raises a RuntimeError if ranks were late for an earlier pass of the group.
+
+    Args:
+        group: the ranks.
+        device: of the rows. On CPUs ranks wait in calls that time out.
+        is_backward: whether it is a backward.
+
+    Returns:
+        The context.
+    """
+    if device.type != "cuda" or is_recorded(device):
+        return _UNWATCHED
+    passes = _passes.get(group)
+    if passes is None:
+        passes = _passes[group] = _passes_of(group, device)
+        _watch.add(passes)
+    return _Watched(passes, device, is_backward=is_backward)
+
+
+def _passes_of(group: dist.ProcessGroup, device: torch.device) -> Passes:
+    """Those of a group, which they do not keep alive."""
+    here = weakref.ref(group)
+    _compat.timeout_of(group, device)  # what is not there is an error here, and not on the thread
+
+    def timeout() -> float:
+        try:
+            return _compat.timeout_of(here(), device).total_seconds()
+        except (RuntimeError, AttributeError):  # the group was destroyed
+            return float("inf")
+
+    roll_call = RollCall(lambda: _compat.own_store_of(here()), group.rank(), group.size())
+    return Passes(group.group_name, group.rank(), timeout, roll_call, release)

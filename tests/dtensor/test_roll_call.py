@@ -1,0 +1,90 @@
+"""Ranks that wait find out which do not, through a store."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from magi_compile.dtensor.roll_call import RollCall
+
+PAUSE = 0.02
+
+
+@pytest.fixture
+def calls():
+    """Those of three ranks; all leave in the end."""
+    store = dist.HashStore()
+    found = [RollCall(lambda: store, rank, 3) for rank in range(3)]
+    yield found
+    for call in found:
+        call.leave()
+
+
+def wait(calls, numbers, seconds=10 * PAUSE):
+    for call, number in zip(calls, numbers, strict=True):
+        if number is not None:
+            call.wait_in(number, PAUSE)
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "absent"),
+    [
+        ((5, 5, 5), []),
+        ((5, 6, 7), []),  # who is ahead has been here
+        ((5, 5, None), [2]),
+        ((5, None, None), [1, 2]),
+        ((5, 5, 4), [2]),
+        ((10, 10, 9), [2]),  # by number, and not by text
+    ],
+)
+def test_who_does_not_wait(calls, numbers, absent):
+    wait(calls, numbers)
+    assert calls[0].absent(numbers[0]) == absent
+
+
+def test_who_waits_no_longer(calls):
+    wait(calls, (5, 5, 5))
+    calls[2].leave()
+    time.sleep(8 * PAUSE)
+    assert calls[0].absent(5) == [2]
+    assert calls[1].of_absent(5) == (
+        "rank 2 did not take part in time: ended, stopped, or busy with something else"
+    )
+    calls[1].leave()
+    time.sleep(8 * PAUSE)
+    assert calls[0].of_absent(5).startswith("ranks 1, 2 did not")
+
+
+def test_what_was_said_long_ago_does_not_count(calls):
+    wait(calls, (5, 5, 5))
+    for call in calls:
+        call.leave()
+    time.sleep(4 * PAUSE)
+    wait(calls, (6, 6, None))
+    assert calls[0].absent(6) == [2]
+
+
+def test_all_wait(calls):
+    wait(calls, (5, 5, 5))
+    assert calls[0].of_absent(5).startswith("all ranks wait in it; a GPU hangs")
+
+
+def hang(*_):
+    time.sleep(1000)
+
+
+def refuse(*_):
+    raise RuntimeError("connection refused")
+
+
+@pytest.mark.parametrize("answer", [hang, refuse])
+def test_a_store_that_does_not_answer(answer):
+    class Store:
+        set = answer
+
+    call = RollCall(Store, 0, 2)
+    wait([call], [1])
+    call.leave()
+    assert call.absent(1) is None
+    assert "the store of the process group does not answer" in call.of_absent(1)

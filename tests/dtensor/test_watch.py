@@ -1,0 +1,293 @@
+"""Passes that do not end become errors: the clock, the events and the GPU are fakes, ranks and threads are not."""
+
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from magi_compile import _compat
+from magi_compile.dtensor import watch
+from magi_compile.dtensor.watch import Passes, Watch, raise_in_thread
+from tests.dtensor.support.ranks import Ranks
+
+TIMEOUT = 20.0
+SHORT = datetime.timedelta(seconds=2)
+
+
+class Event:
+    is_done = False
+
+    def query(self):
+        return self.is_done
+
+
+class Failed:
+    def query(self):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+class Scene:
+    """Passes with fakes around them, and what becomes of these, in order."""
+
+    def __init__(self, timeout=TIMEOUT):
+        self.now, self.story = 100.0, []
+        self.passes = Passes(
+            *("cp", 0, lambda: timeout, self, lambda: self.story.append("release")),
+            clock=lambda: self.now,
+            raise_in=self.raise_in,
+            end=lambda message: self.story.append("end"),
+        )
+
+    def raise_in(self, thread, message, is_taken):
+        self.thread, self.is_taken = thread, is_taken
+        self.story.append("raise")
+
+    def wait_in(self, number, pause):
+        self.story.append(("wait", number, pause))
+
+    def leave(self):
+        self.story.append("leave")
+
+    def of_absent(self, number):
+        return f"rank 1 is not in {number}"
+
+    def enqueue(self, event, *, is_backward=False):
+        number = self.passes.begin(is_backward=is_backward)
+        self.passes.enqueued(number, event, is_backward=is_backward)
+        return event
+
+    def look(self, later=0.0):
+        self.now += later
+        self.story.clear()
+        return self.passes.look()
+
+
+def test_a_pass_that_ends():
+    scene = Scene()
+    event = scene.enqueue(Event())
+    assert scene.look(1.5) == 1.0
+    assert scene.story == []
+    assert scene.look(2.0) == 1.0
+    assert scene.story == [("wait", 1, 1.0)]  # it takes longer than others
+    event.is_done = True
+    assert scene.look(100.0) is None
+    assert scene.story == ["leave"]
+    assert scene.passes.error is None
+
+
+def test_each_pass_has_a_timeout_of_its_own():
+    scene = Scene()
+    events = []
+    for _ in range(10):
+        events.append(scene.enqueue(Event()))
+        assert scene.look(0.9 * TIMEOUT) is not None
+        events[-1].is_done = True
+    assert scene.passes.error is None
+    scene.enqueue(Event())
+    assert scene.look(0.99 * TIMEOUT) == pytest.approx(0.01 * TIMEOUT)  # to the moment
+    scene.look(0.01 * TIMEOUT)
+    assert "pass 11" in scene.passes.error
+
+
+def test_looks_within_a_short_timeout():
+    scene = Scene(timeout=1.0)
+    scene.enqueue(Event())
+    assert scene.look() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_a_pass_that_does_not_end(is_backward):
+    scene = Scene()
+    scene.enqueue(Event()).is_done = True
+    scene.enqueue(Event(), is_backward=is_backward)
+    event = scene.enqueue(Event())  # behind it
+    scene.look(TIMEOUT)
+    assert scene.passes.error == (
+        "rank 0 of group 'cp', whose timeout is 20 s, has waited 20 s for the end of a "
+        f"{'backward' if is_backward else 'forward'} across ranks, pass 2: rank 1 is not in 2"
+    )
+    assert scene.story == ["raise", "release"]  # nobody goes on before the error is there
+    assert scene.thread == threading.get_ident()
+    assert scene.look(1.0) < 0.1
+    assert scene.story == ["release"]
+    scene.is_taken.set()
+    assert scene.look() < 0.1
+    assert scene.story == ["release", "leave"]
+    for x in scene.passes._pending:
+        x.event.is_done = True
+    assert event.is_done
+    assert scene.look(100.0) is None
+    assert scene.story == ["leave"]
+    with pytest.raises(RuntimeError, match="pass 2: rank 1 is not in 2"):
+        scene.passes.begin(is_backward=False)
+
+
+def test_a_warning_comes_before(caplog):
+    """NCCL may end the process in the moment of the error."""
+    scene = Scene()
+    for _ in range(2):
+        event = scene.enqueue(Event())
+        scene.look(TIMEOUT - 1.5)
+        scene.look(0.6)
+        scene.look(0.1)
+        event.is_done = True
+    assert ["whose timeout is 20 s, has waited 19 s for" in x for x in caplog.messages] == [
+        True
+    ] * 2
+    assert caplog.messages[1].endswith(
+        "for the end of a forward across ranks, pass 2: rank 1 is not in 2"
+    )
+
+
+def test_an_error_that_nobody_takes_ends_the_process():
+    scene = Scene()
+    scene.enqueue(Event())
+    scene.look(TIMEOUT)
+    scene.look(watch.SECONDS_TO_TAKE_AN_ERROR - 1)
+    assert scene.story == ["release"]
+    scene.look(1.0)
+    assert scene.story == ["release", "end"]
+
+
+def test_what_was_released_waits_for_the_error_to_be_taken():
+    scene = Scene()
+    event = scene.enqueue(Event())
+    scene.look(TIMEOUT)
+    event.is_done = True
+    assert scene.look(1.0) < 0.1
+    assert scene.story == []
+    with pytest.raises(RuntimeError, match="rank 1 is not in 1"):  # the next step
+        scene.passes.begin(is_backward=False)
+    assert scene.look(100.0) is None
+    assert scene.story == ["leave"]
+
+
+def test_a_device_that_has_failed_is_not_waited_for():
+    scene = Scene()
+    scene.enqueue(Failed())
+    assert scene.look(10 * TIMEOUT) is None
+
+
+def test_the_error_of_a_backward_is_raised_where_the_forward_was_called():
+    scene = Scene()
+    scene.enqueue(Event()).is_done = True
+    thread = threading.Thread(target=scene.enqueue, args=(Event(),), kwargs={"is_backward": True})
+    thread.start()
+    thread.join()
+    scene.look(TIMEOUT)
+    assert scene.thread == threading.get_ident()
+
+
+def test_an_error_in_a_thread():
+    taken, found = threading.Event(), []
+
+    def run():
+        try:
+            while True:
+                time.sleep(0.01)
+        except RuntimeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    raise_in_thread(thread.ident, "late", taken)
+    thread.join(10)
+    assert found == ["late"]
+    assert taken.is_set()
+
+
+def test_the_thread_sleeps_and_wakes():
+    looks = []
+
+    class Three:
+        def look(self):
+            looks.append(1)
+            return 0.001 if len(looks) % 3 else None
+
+    three, watcher = Three(), Watch()
+    watcher.add(three)
+    for number in (3, 6):
+        watcher.wake()
+        time.sleep(0.3)
+        assert len(looks) == number
+    watcher.stop()
+    watcher._thread.join(10)
+    assert not watcher._thread.is_alive()
+
+
+# Whole processes, of which one ends or stops
+
+
+class Gpu:
+    """Whoever waits for it is held as by `torch.cuda.synchronize`, until what it waits for is released."""
+
+    def __init__(self):
+        self.is_free = threading.Event()
+
+    def record_event(self):
+        return self
+
+    query = property(lambda self: self.is_free.is_set)
+
+
+def wait_for_a_rank(group, how, can_be_released, path):
+    """Rank 1 takes part in one pass and then ends or stops; rank 0 waits for it."""
+    patch, gpu, device = pytest.MonkeyPatch(), Gpu(), torch.device("cuda")
+    patch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+    patch.setattr(watch, "is_recorded", lambda device: False)
+    patch.setattr(watch, "_watch", Watch())
+    patch.setattr(watch, "release", gpu.is_free.set if can_be_released else lambda: None)
+    patch.setattr(watch, "SECONDS_TO_TAKE_AN_ERROR", 1.0)
+    patch.setattr(_compat, "timeout_of", lambda group, device: SHORT)
+    gpu.is_free.set()
+    with watch.watched(group, device, is_backward=False):
+        pass
+    torch.distributed.barrier(group)
+    if group.rank() == 1:
+        os.kill(os.getpid(), how)
+    gpu.is_free.clear()
+    if not can_be_released:
+        sys.stderr = open(path, "w")  # noqa: SIM115
+
+    def synchronize():
+        gpu.is_free.wait(60)
+        time.sleep(60)
+
+    begin = time.monotonic()
+    with watch.watched(group, device, is_backward=True):
+        pass
+    with pytest.raises(RuntimeError, match=r"for the end of a backward .* pass 2: rank 1 did not"):
+        synchronize()
+    waited = time.monotonic() - begin
+    with (
+        pytest.raises(RuntimeError, match="pass 2: rank 1 did not"),
+        watch.watched(group, device, is_backward=False),
+    ):
+        pass
+    return waited
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_is_gone(how):
+    ranks = Ranks(2)
+    try:
+        ranks.start(wait_for_a_rank, how, True, "")
+        assert 2.0 <= ranks.result_of(0, 30) < 10.0
+    finally:
+        ranks.close()
+
+
+def test_a_process_that_cannot_be_released_ends(tmp_path):
+    path = tmp_path / "stderr"
+    ranks = Ranks(2)
+    try:
+        ranks.start(wait_for_a_rank, signal.SIGKILL, False, path)
+        assert ranks.exit_code_of(0, 30) == 1
+        assert "pass 2: rank 1 did not take part in time" in path.read_text()
+    finally:
+        ranks.close()
