@@ -163,3 +163,15 @@ def test_serialised_wgmma_is_an_error(monkeypatch):
 def test_a_log_without_a_report_is_an_error():
     with pytest.raises(nvrtc.CompileError, match="no resource report"):
         nvrtc.parse_resources("nothing")
+
+
+@pytest.mark.parametrize("version", [(12, 6), (12, 8)])
+def test_an_old_compiler_is_named(monkeypatch, version):
+    old = (nvrtc.nvrtc.nvrtcResult.NVRTC_SUCCESS, *version)
+    monkeypatch.setattr(nvrtc.nvrtc, "nvrtcVersion", lambda: old)
+    nvrtc._version.cache_clear()
+    nvrtc._key.cache_clear()
+    found, least = ("{}.{}".format(*x) for x in (version, nvrtc.LEAST_VERSION))
+    message = rf"must be of CUDA {least} or later, got {found}; .*nvrtc-cu12>={least}'"
+    with pytest.raises(nvrtc.CompileError, match=message):
+        nvrtc.compile_variant(VARIANTS[0])
