@@ -23,7 +23,7 @@ from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
 from magi_compile.kernels.sm90.forward.split_kv import merge_variant, split_variant
 from magi_compile.kernels.sm90.masks.mask_slices import lists_variant
 from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
-from magi_compile.kernels.sm90.runtime import native
+from magi_compile.kernels.sm90.runtime import launcher_build
 from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compile_variant
 
 
@@ -61,7 +61,7 @@ def main() -> int:
             failures.append(str(error))
         print(f"{time.perf_counter() - start:6.2f} s  {variant.entry} {dict(variant.defines)}")
     try:
-        os.close(native.build())
+        os.close(launcher_build.build())
     except (OSError, subprocess.SubprocessError) as error:  # calls go without one, slower
         print(f"no launcher: {error}")
     print("\n\n".join(failures), file=sys.stderr)
