@@ -17,6 +17,7 @@ from magi_compile import _checks
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.plan import pack
+from magi_compile.kernels.select import MaskKernel
 from magi_compile.kernels.sm90.kernel import HopperKernel
 from magi_compile.kernels.sm90.masks.mask_bits import mask_bits_on_device
 from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
@@ -92,8 +93,8 @@ class Setup:
         )
         for module in (library, mask_slices_op, mask_bits_op):
             module.hand_over_to_launcher = lambda: None
-        mask_slices_op.mask_slices_kernel = lambda arch: mask_slices_on_device
-        mask_bits_op.mask_bits_kernel = lambda arch: mask_bits_on_device
+        mask_slices_op.mask_slices_kernel = lambda arch: MaskKernel(mask_slices_on_device, None)
+        mask_bits_op.mask_bits_kernel = lambda arch: MaskKernel(mask_bits_on_device, None)
         self.driver = ctypes.CDLL(driver)
         self.driver.get.restype = ctypes.POINTER(LaunchRecord)
         self.launcher = native.Launcher(launcher_build.build(), driver)
