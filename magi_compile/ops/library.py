@@ -252,13 +252,12 @@ def _score_of(options: Options, numbering: Sequence[int]) -> ScoreCall | None:
 
 def _begin(
     options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, ...],
     begin: Callable[[CompiledKernel, AttnProblem, ScoreCall | None], None],
 ) -> None:
     """Has a kernel begin to compile for packed fake tensors, whose sizes it is given as they are in the call that is
     traced."""
+    q, k, v = qkv
     if not _compat.is_in_use(q.device):
         return
     sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
@@ -327,7 +326,7 @@ def _ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     check_op(q, k, v)
     if options.plan:
         plan = unpack(options.plan)
-        _begin(options, q, k, v, lambda kernel, *of_call: kernel.begin_forward(plan, *of_call))
+        _begin(options, (q, k, v), lambda kernel, *of_call: kernel.begin_forward(plan, *of_call))
     out = _by_entry(output_like(q, v.shape[2]), options)
     rows = (q.shape[1], q.shape[0])
     lse = q.new_empty(rows, dtype=torch.float32)
@@ -426,7 +425,7 @@ def _ffa_bwd_fake(
     rows = _packed(options.numbering, q, k, v)
     asked: Any = {"wanted": options.wanted or (), "deterministic": options.deterministic}
     _begin(
-        options.of_forward, *rows, lambda kernel, *of_call: kernel.begin_backward(*of_call, **asked)
+        options.of_forward, rows, lambda kernel, *of_call: kernel.begin_backward(*of_call, **asked)
     )
     grads = (_like(x, of_x.new_empty(of_x.shape)) for x, of_x in zip((q, k, v), rows, strict=True))
     dq, dk, dv = (x.new_empty_strided(x.shape, x.stride()) for x in grads)

@@ -115,7 +115,8 @@ class MaskCall(NamedTuple):
     def begin(self, kernel_on: Callable[[tuple[int, int] | None], MaskKernel | None]) -> None:
         """Begins to compile the kernel that evaluates this mask of fake tensors, on a GPU that has one."""
         kernel = kernel_on(arch_of(self.device)) if _compat.is_in_use(self.device) else None
-        sizes = [_compat.size_at_hand(x) for x in (self.batch, self.seqlen_q, self.seqlen_k)]
+        given = self.batch, self.seqlen_q, self.seqlen_k
+        batch, seqlen_q, seqlen_k = sizes = [_compat.size_at_hand(x) for x in given]
         symbols = [_compat.size_at_hand(x) for x in self.symbols]
         if kernel is None or not all(type(x) is int for x in (*sizes, *symbols)):
             return
@@ -123,7 +124,7 @@ class MaskCall(NamedTuple):
         # Whatever speaks against it, the call will say.
         with suppress(Exception), _compat.without_fake_tensors(), mode:
             tables = [_compat.without_symbols(x, mode) for x in self.tables]
-            of_mask = MaskSizes(*sizes, Heads(*self.heads))
+            of_mask = MaskSizes(batch, seqlen_q, seqlen_k, Heads(*self.heads))
             has_lists = bool(self.block_lists)
             kernel.begin(self.mask, tables, symbols, of_mask, self.device, has_lists=has_lists)
 

@@ -113,9 +113,9 @@ def test_an_error_shows_where_the_kernel_is_needed(compiler, compilations):
 
 ENDS = """
 import sys, time
-from magi_compile.kernels import build
+from magi_compile import warm_up
 from magi_compile.kernels.sm90.runtime import ahead
-variants = list(build.variants())
+variants = list(warm_up.variants())
 ahead.begin(variants)
 time.sleep(0.1)
 print(time.time(), flush=True)
@@ -140,9 +140,9 @@ def test_a_process_ends_while_threads_compile(tmp_path):
 
 FORKS = """
 import os, sys, time
-from magi_compile.kernels import build
+from magi_compile import warm_up
 from magi_compile.kernels.sm90.runtime import ahead
-variants = [x for x in build.variants() if x.entry in ("ffa_backward_postprocess", "ffa_forward_merge")][:8]
+variants = [x for x in warm_up.variants() if x.entry in ("ffa_backward_postprocess", "ffa_forward_merge")][:8]
 ahead.begin(variants)
 time.sleep(0.05)
 children = []
