@@ -97,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.close(building.library())
         except (OSError, subprocess.SubprocessError) as error:  # calls go without one, slower
             launcher_build.log_absence(error)
-    print("\n\n".join(failures), file=sys.stderr)
+    if failures:
+        print("\n\n".join(dict.fromkeys(failures)), file=sys.stderr)
     print(
         f"{len(chosen) - len(failures)} kernels {'with' if building else 'without'} the launcher, "
         f"{time.perf_counter() - start:.0f} s, in {cubin_cache.cache_dir()}"

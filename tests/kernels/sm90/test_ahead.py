@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
@@ -20,7 +21,7 @@ from magi_compile.kernels.sm90.forward import split_kv
 from magi_compile.kernels.sm90.kernel import HopperKernel
 from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
 from magi_compile.kernels.sm90.planner import tile_plan
-from magi_compile.kernels.sm90.runtime import ahead
+from magi_compile.kernels.sm90.runtime import ahead, driver
 from magi_compile.masks.evaluation import verify
 from magi_compile.ops import library
 from magi_compile.ops.masks import mask_bits as bits_op
@@ -195,3 +196,36 @@ def test_nothing_is_begun_for_a_gpu_that_is_not_there(asked, monkeypatch):
     with mode:
         calls(lambda x: mode.from_tensor(x).to(META), META)
     assert begun == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_score", [False, True])
+def test_a_compiled_graph_on_a_gpu(monkeypatch, has_score):
+    """What its calls load has been begun before; of a head dimension that no other test has."""
+    begun, loaded = [], []
+    begin, cubin_of = ahead.begin, driver.cubin_of
+    monkeypatch.setattr(ahead, "begin", lambda variants: begin(begun.extend(variants) or begun))
+    monkeypatch.setattr(
+        driver, "cubin_of", lambda variant: loaded.append(variant) or cubin_of(variant)
+    )
+    torch.compiler.reset()
+    head_dim = 152 if has_score else 168
+    q, k, v = (
+        torch.randn(1, n, 1024, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (4, 2, 2)
+    )
+    document = torch.arange(1024, device="cuda") // 300
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (document[q] == document[kv]) & (kv < 1000 - head_dim)
+
+    def score_mod(score, b, h, q, kv):
+        return score - (q - kv) * 0.25
+
+    compiled = torch.compile(flex_attention, backend="magi")
+    block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
+    out = compiled(q, k, v, score_mod if has_score else None, block_mask, enable_gqa=True)
+    assert {x.entry for x in loaded} >= {"ffa_mask_slices", "ffa_forward"}
+    out.sum().backward()
+    assert "ffa_backward" in {x.entry for x in loaded}
+    assert set(loaded) <= set(begun)

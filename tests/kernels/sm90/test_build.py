@@ -137,7 +137,7 @@ def test_a_warm_up_that_fails(monkeypatch, capsys):
     monkeypatch.setattr(warm_up, "compile_variant", refuse)
     monkeypatch.setenv("MAGI_COMPILE_LAUNCHER", "0")
     assert warm_up.main([]) == 2
-    assert capsys.readouterr().err.count("does not compile") == 2
+    assert "does not compile" in capsys.readouterr().err
 
 
 def test_a_warm_up_of_some():
