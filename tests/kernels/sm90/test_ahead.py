@@ -77,6 +77,7 @@ def asked(monkeypatch):
         monkeypatch.setattr(module, name, lambda *sizes: size_of_splits(*sizes[:-1], device=GPU))
     monkeypatch.setattr(verify, "is_verified", lambda known_as: True)
     hopper._begin_backward.cache_clear()
+    monkeypatch.setattr(mask_bits, "_begun", set())
     yield begun, loaded
     idle_driver.clear_caches()
     hopper._begin_backward.cache_clear()

@@ -115,9 +115,18 @@ def begin_mask_bits(
 ) -> None:
     """Begins to compile what `mask_bits_on_device` launches for arguments like these, of which tensors may be fake.
     Raises UnknownOperation where it launches nothing."""
-    source = bits_source(mask_graph(program.functions["mask"], tables, device), program.names)
     decides = program.is_always_true if has_lists else None
+    key = (program, tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tables]), decides)
+    if key in _begun:  # a graph asks several times, and tracing takes longer than all else here
+        return
+    if len(_begun) >= _MAX_PREPARED:
+        _begun.clear()
+    _begun.add(key)
+    source = bits_source(mask_graph(program.functions["mask"], tables, device), program.names)
     ahead.begin([bits_variant(source, decides)])
+
+
+_begun: set[Any] = set()
 
 
 @lru_cache(maxsize=1024)
