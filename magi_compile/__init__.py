@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from magi_compile._version import __version__
 
 if TYPE_CHECKING:
+    from importlib.abc import Loader
+
     from magi_compile import dtensor, masks, ops
     from magi_compile._checks import MaskDataError, synchronize_checks
     from magi_compile.lowering.backend import disable, enable, enabled, make_backend
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
         flex_flash_attention,
     )
     from magi_compile.score.program import UnsupportedScoreModError
+
+else:
+    Loader = object  # importing that class costs most of the import of this package
 
 __all__ = [
     "AttnOutput",
@@ -128,7 +132,7 @@ def _open_transformers() -> None:
         import_module(f"{__name__}.integrations.transformers")
 
 
-class _Doors(MetaPathFinder):
+class _Doors:
     """Opens the door in a module of another package as soon as that is imported.
 
     Args:

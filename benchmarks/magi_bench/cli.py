@@ -1,6 +1,6 @@
 """The command line:
 `magi-bench
-kernel | sparse | step | mods | ranks | doors | trees | plans | simulate | masks | report | chart | compare`."""
+kernel | sparse | step | mods | ranks | doors | first | trees | plans | simulate | masks | report | chart | compare`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from magi_bench import arguments, masks, plans, simulate
 from magi_bench.arguments import say
 from magi_bench.doors import suite as doors
+from magi_bench.first import suite as first
 from magi_bench.kernel import command as kernel
 from magi_bench.mods import suite as mods
 from magi_bench.ranks import suite as ranks
@@ -29,6 +30,7 @@ COMMANDS = {
     "mods": (mods, "mask_mods and score_mods of users, beside FlexAttention"),
     "ranks": (ranks, "attention and training steps across ranks, beside peers"),
     "doors": (doors, "training steps of transformers' and torchtitan's models"),
+    "first": (first, "seconds of the first call, in fresh processes with empty caches"),
     "trees": (trees, "several checkouts of this package, interleaved"),
     "plans": (
         plans,

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def is_in_use(device: torch.device) -> bool:
+    """True if a device is a GPU, and this process uses GPUs: graphs can also be made for those of another machine."""
+    return device.type == "cuda" and torch.cuda.is_initialized()
+
+
 def raw_stream(device_index: int) -> int:
     """The current CUDA stream of a device as a number, without the object that torch.cuda.current_stream makes."""
     return torch._C._cuda_getCurrentRawStream(device_index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -196,4 +196,32 @@ class Kernel(Protocol):
     ) -> BackwardOutput:
         """Gradients; the same bits every time where `deterministic` is set, which is torch's setting by default. Those
         of the captured tensors of `score` are added to its `sums`."""
+        ...
+
+
+@runtime_checkable
+class CompiledKernel(Protocol):
+    """A kernel that is compiled when it first runs, and can begin with that before. All tensors may be fake; sizes are
+    those of the call that is to come."""
+
+    def begin_plan(self, plan: Plan, problem: AttnProblem) -> None:
+        """Begins to compile what makes a plan like this one."""
+        ...
+
+    def begin_forward(
+        self, plan: Plan, problem: AttnProblem, score: ScoreCall | None = None
+    ) -> None:
+        """Begins to compile what `Kernel.forward` launches without a prior."""
+        ...
+
+    def begin_backward(
+        self,
+        problem: AttnProblem,
+        score: ScoreCall | None = None,
+        *,
+        wanted: Sequence[int] = (),
+        deterministic: bool = False,
+    ) -> None:
+        """Begins to compile what `Kernel.backward` launches; `wanted` are the numbers of the captured tensors that need
+        gradients."""
         ...

@@ -198,24 +198,36 @@ def problem_of(
     return problem_on(q.device, dtype or q.dtype, heads, softmax_scale, softcap)
 
 
+class MaskKernel(NamedTuple):
+    """A kernel that evaluates masks.
+
+    Attributes:
+        run: evaluates one.
+        begin: begins to compile what `run` launches for arguments like these, of which tensors may be fake.
+    """
+
+    run: Callable
+    begin: Callable
+
+
 @cache
-def mask_slices_kernel(arch: tuple[int, int] | None) -> Callable | None:
-    """The function that evaluates mask programs on a GPU of compute capability `arch` in a few launches,
-    `magi_compile.kernels.sm90.masks.mask_slices.mask_slices_on_device`; None where tensor operations do."""
+def mask_slices_kernel(arch: tuple[int, int] | None) -> MaskKernel | None:
+    """The kernel that evaluates mask programs on a GPU of compute capability `arch` in a few launches,
+    `magi_compile.kernels.sm90.masks.mask_slices`; None where tensor operations do."""
     return _of_masks(arch, "mask_slices")
 
 
 @cache
-def mask_bits_kernel(arch: tuple[int, int] | None) -> Callable | None:
-    """The same of mask_mods that need bit blocks, `magi_compile.kernels.sm90.masks.mask_bits.mask_bits_on_device`."""
+def mask_bits_kernel(arch: tuple[int, int] | None) -> MaskKernel | None:
+    """The same of mask_mods that need bit blocks, `magi_compile.kernels.sm90.masks.mask_bits`."""
     return _of_masks(arch, "mask_bits")
 
 
-def _of_masks(arch: tuple[int, int] | None, name: str) -> Callable | None:
+def _of_masks(arch: tuple[int, int] | None, name: str) -> MaskKernel | None:
     if arch != (9, 0):
         return None
     try:
         module = importlib.import_module(f"magi_compile.kernels.sm90.masks.{name}")
     except ImportError:  # of cuda-bindings, without which there is no kernel called "hopper" either
         return None
-    return getattr(module, f"{name}_on_device")
+    return MaskKernel(getattr(module, f"{name}_on_device"), getattr(module, f"begin_{name}"))

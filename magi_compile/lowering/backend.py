@@ -48,7 +48,10 @@ def make_backend(
 
     if not isinstance(options, LoweringOptions):
         raise TypeError(f"`options` must be a LoweringOptions, got {options!r}")
-    if not callable(inner) and inner not in torch.compiler.list_backends(exclude_tags=()):
+    is_known = (
+        callable(inner) or inner == "inductor"
+    )  # others are looked up among installed packages
+    if not is_known and inner not in torch.compiler.list_backends(exclude_tags=()):
         raise ValueError(
             f"`inner` must be a function or the name of a backend, one of "
             f"{', '.join(torch.compiler.list_backends())}, got {inner!r}"

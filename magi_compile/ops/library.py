@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -28,6 +29,7 @@ from magi_compile._checks import on_failure, raise_pending
 from magi_compile._kept import Made, Memo, forget_all
 from magi_compile.kernels.base import (
     AttnProblem,
+    CompiledKernel,
     Grads,
     Kernel,
     Saved,
@@ -111,7 +113,11 @@ def _plan(
     if not chosen.plans_in_graph:
         return []
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k, bits)
-    return pack(chosen.plan(slices, problem))
+    plan = chosen.plan(slices, problem)
+    is_ahead = _compat.is_fake(q_ranges) and _compat.is_in_use(q_ranges.device)
+    if is_ahead and isinstance(chosen, CompiledKernel):
+        chosen.begin_plan(plan, problem)
+    return pack(plan)
 
 
 # Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
@@ -213,14 +219,9 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
         else Scaled.of(q, options.softmax_scale)
     )
     made = unpack(options.plan) if options.plan else None
-    chosen, problem = chosen_for(
-        *(q.device, q.dtype, (nheads_q, nheads_kv, head_dim, head_dim_v)),
-        *(scaled.softmax_scale, options.softcap, options.kernel or None),
-        has_bits=options.bits is not None,
-        has_score=bool(options.score),
-        has_max_scores=options.return_max_scores,
-        block_map=made.block_map if made else None,
-    )
+    heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
+    block_map = None if made is None else made.block_map
+    chosen, problem = _chosen(options, q, heads, scaled.softmax_scale, block_map)
     slices = None
     if options.slices:
         if len(options.slices) != 3:
@@ -232,14 +233,56 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
         lists = (q_ranges, k_ranges, mask_types)
         slices = AttnSlices.unchecked(*lists, total_q, total_k, options.bits)
     plan = _plan_of(chosen, slices, problem) if made is None else made
-    score = None
-    if options.score:
-        of_rows = Numbering.of(options.numbering)
-        score = ScoreCall(
-            *(ScoreProgram.parse(options.score), options.tables or (), options.symbols or ()),
-            *(of_rows.seqlen_q, of_rows.seqlen_k, of_rows.nheads if of_rows.by_head else 1),
-        )
+    score = _score_of(options, options.numbering)
     return _KernelCall(chosen, problem, scaled, slices, plan, score)
+
+
+def _chosen(
+    options: Options,
+    q: Tensor,
+    heads: tuple[int, int, int, int],
+    softmax_scale: float,
+    block_map: BlockMap | None,
+) -> Chosen:
+    return chosen_for(
+        *(q.device, q.dtype, heads, softmax_scale, options.softcap, options.kernel or None),
+        has_bits=options.bits is not None,
+        has_score=bool(options.score),
+        has_max_scores=options.return_max_scores,
+        block_map=block_map,
+    )
+
+
+def _score_of(options: Options, numbering: Sequence[int]) -> ScoreCall | None:
+    if not options.score:
+        return None
+    of_rows = Numbering.of(numbering)
+    return ScoreCall(
+        *(ScoreProgram.parse(options.score), options.tables or (), options.symbols or ()),
+        *(of_rows.seqlen_q, of_rows.seqlen_k, of_rows.nheads if of_rows.by_head else 1),
+    )
+
+
+def _begin(
+    options: Options,
+    qkv: tuple[Tensor, ...],
+    begin: Callable[[CompiledKernel, AttnProblem, ScoreCall | None], None],
+) -> None:
+    """Has a kernel begin to compile for packed fake tensors, whose sizes it is given as they are in the call that is
+    traced."""
+    q, k, v = qkv
+    if not _compat.is_in_use(q.device):
+        return
+    sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    nheads_q, nheads_kv, head_dim, head_dim_v = (_compat.size_at_hand(x) for x in sizes)
+    scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
+    numbering = [_compat.size_at_hand(x) for x in options.numbering]
+    # Whatever speaks against it, the call will say.
+    with suppress(Exception):
+        block_map = unpack(options.plan).block_map if options.plan else None
+        chosen = _chosen(options, q, (nheads_q, nheads_kv, head_dim, head_dim_v), scale, block_map)
+        if isinstance(chosen.kernel, CompiledKernel):
+            begin(chosen.kernel, chosen.problem, _score_of(options, numbering))
 
 
 def _packed(numbering: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -258,11 +301,29 @@ def _ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     if kernel.prepares_calls:
         hand_over_to_launcher()
     max_scores = new_max_scores(q) if options.return_max_scores else None
+    _begin_backward_of_eager(options, kernel, problem, score, (q, k, v))
     out, lse = kernel.forward(
         *(scaled.q, k, v, slices, plan, problem), score=score, max_scores=max_scores
     )
     out = _by_entry(in_output_layout(q, out), options)
     return out, lse, lse.new_empty(0) if max_scores is None else max_scores
+
+
+def _begin_backward_of_eager(
+    options: Options,
+    kernel: Kernel,
+    problem: AttnProblem,
+    score: ScoreCall | None,
+    qkv: tuple[Tensor, ...],
+) -> None:
+    """Begins to compile the backward while the forward is compiled and runs, where tensors need gradients: those of
+    graphs do not say so, and have begun it already."""
+    of_tables = [x.requires_grad for x in options.tables or ()]
+    needs_gradient = any((*of_tables, *(x.requires_grad for x in qkv)))
+    if needs_gradient and isinstance(kernel, CompiledKernel):
+        wanted = wanted_tables(options.score, of_tables)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        kernel.begin_backward(problem, score, wanted=wanted, deterministic=deterministic)
 
 
 def _by_entry(out: Tensor, options: Options) -> Tensor:
@@ -277,6 +338,9 @@ def _ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     if options.by_entry:
         q, k, v = _packed(options.numbering, q, k, v)
     check_op(q, k, v)
+    if options.plan:
+        plan = unpack(options.plan)
+        _begin(options, (q, k, v), lambda kernel, *of_call: kernel.begin_forward(plan, *of_call))
     out = _by_entry(output_like(q, v.shape[2]), options)
     rows = (q.shape[1], q.shape[0])
     lse = q.new_empty(rows, dtype=torch.float32)
@@ -373,6 +437,10 @@ def _ffa_bwd_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = BackwardOptions(*rest)
     rows = _packed(options.numbering, q, k, v)
+    asked: Any = {"wanted": options.wanted or (), "deterministic": options.deterministic}
+    _begin(
+        options.of_forward, rows, lambda kernel, *of_call: kernel.begin_backward(*of_call, **asked)
+    )
     grads = (_like(x, of_x.new_empty(of_x.shape)) for x, of_x in zip((q, k, v), rows, strict=True))
     dq, dk, dv = (x.new_empty_strided(x.shape, x.stride()) for x in grads)
     return dq, dk, dv, new_sums(options.tables or (), options.wanted or (), q)

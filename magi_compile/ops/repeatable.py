@@ -1,6 +1,6 @@
 """Ops whose calls are prepared once, and then repeated by the launcher of `csrc/host` without Python.
 
-magi::ffa_fwd             Python, until a kernel that prepares its calls runs for the first time; then the launcher
+magi::ffa_fwd             Python, until a kernel that prepares its calls runs and the launcher is there; then that
 magi::ffa_fwd_in_python   what the launcher has not seen yet: Python computes it, and hands it over
 """
 
@@ -73,20 +73,20 @@ def _adopting(implementation: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def hand_over_to_launcher() -> None:
-    """Once a process, when a kernel that prepares its calls runs for the first time."""
-    with _handing_over:
-        _register()
+    """Once a process, when a kernel that prepares its calls runs and the launcher has been built."""
+    launcher = _native().launcher()
+    if launcher is not None:
+        with _handing_over:
+            _register(launcher)
 
 
 _handing_over = threading.Lock()
 
 
 @cache
-def _register() -> None:
-    launcher = _native().launcher()
-    if launcher is not None:
-        for name, how in REPEATABLE.items():
-            launcher.register(name, *how)
+def _register(launcher: Any) -> None:
+    for name, how in REPEATABLE.items():
+        launcher.register(name, *how)
 
 
 def _native() -> Any:

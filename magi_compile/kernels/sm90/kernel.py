@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,23 +12,34 @@ from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.kernels.heuristics import (
     HOPPER_HEAD_DIMS,
+    forward_config,
     hopper_head_dim,
     is_between_hopper_head_dims,
     map_lines,
     plan_tiles,
+    table_gradients_config,
 )
 from magi_compile.kernels.mapped import map_refusals
 from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.plan import Plan
 from magi_compile.kernels.scored import refusals_of_atomics, refuse_atomics
 from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward
+from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
-from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
+from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward, forward_variant
 from magi_compile.kernels.sm90.forward.overlap import EarlyForward, EarlyPlan, early_plan
-from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_splits
-from magi_compile.kernels.sm90.planner.block_map import plan_of_lists
-from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
-from magi_compile.kernels.sm90.scores.source import score_source
+from magi_compile.kernels.sm90.forward.split_kv import (
+    cut_tiles,
+    forward_in_splits,
+    has_splits,
+    merge_variant,
+)
+from magi_compile.kernels.sm90.planner.block_map import block_map_variants, plan_of_lists
+from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device, plan_variants
+from magi_compile.kernels.sm90.runtime import ahead
+from magi_compile.kernels.sm90.scores.arguments import source_of
+from magi_compile.kernels.sm90.scores.gradients import table_gradients_variant
+from magi_compile.kernels.sm90.scores.source import ScoreSource, score_source
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.block_map import ListShape
@@ -112,7 +124,8 @@ class HopperKernel:
         # A pass that is a prior, or has one, stays whole: its own merge is in registers. Nothing merges splits under a
         # score program.
         is_alone = prior is None and out_dtype in (None, q.dtype) and score is None
-        if plan.splits is not None and plan.splits.shape[0] > 0 and is_alone:
+        if has_splits(plan) and is_alone:
+            assert plan.splits is not None
             return forward_in_splits((q, k, v), walk, plan.splits, problem, bits, max_scores)
         return forward(
             *((q, k, v), walk, problem),
@@ -149,6 +162,38 @@ class HopperKernel:
         except UnknownOperation as unknown:
             return [f"has no code for the score_mod: {unknown} is not written in CUDA"]
         return []
+
+    def begin_plan(self, plan: Plan, problem: AttnProblem) -> None:
+        is_of_lists = problem.block_map is not None
+        ahead.begin(block_map_variants() if is_of_lists else plan_variants(plan, problem))
+
+    def begin_forward(
+        self, plan: Plan, problem: AttnProblem, score: ScoreCall | None = None
+    ) -> None:
+        assert plan.q_walk is not None
+        source = None if score is None else source_of(score, problem)
+        has_stairs = (
+            problem.block_map is None and _compat.size_at_hand(plan.q_walk.edges.shape[0]) > 0
+        )
+        config = forward_config(problem)
+        variants = [forward_variant(problem, config, has_stairs=has_stairs, score=source)]
+        if has_splits(plan) and score is None:
+            variants.append(merge_variant(problem.head_dim_v, problem.dtype))
+        ahead.begin(variants)
+
+    def begin_backward(
+        self,
+        problem: AttnProblem,
+        score: ScoreCall | None = None,
+        *,
+        wanted: Sequence[int] = (),
+        deterministic: bool = False,
+    ) -> None:
+        source = None if score is None else source_of(score, problem)
+        of_tables = (
+            source_of(score, problem, tuple(wanted)) if score is not None and wanted else None
+        )
+        _begin_backward(problem, deterministic, source, of_tables)
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> EarlyPlan:
         _refuse_bits(problem)
@@ -209,6 +254,21 @@ class HopperKernel:
         deterministic = torch.are_deterministic_algorithms_enabled()
         _, walk = plan.walks(plan_tiles(problem))
         return BackwardPass(grads, saved, walk, problem, deterministic)
+
+
+@lru_cache(maxsize=1024)
+def _begin_backward(
+    problem: AttnProblem,
+    deterministic: bool,
+    source: ScoreSource | None,
+    of_tables: ScoreSource | None,
+) -> None:
+    """Once: eager calls ask each time. `of_tables` is the source with gradients of captured tensors."""
+    variants = [*backward_variants(problem, deterministic, score=source)]
+    if of_tables is not None:
+        config = table_gradients_config(problem)
+        variants.append(table_gradients_variant(problem, config, of_tables))
+    ahead.begin(variants)
 
 
 def _bits_of(slices: AttnSlices | None, problem: AttnProblem) -> Tensor | None:

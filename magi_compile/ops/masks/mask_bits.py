@@ -60,7 +60,7 @@ def _from_mask_mod(call: MaskCall) -> AttnSlices:
         listed = Listed.of(lists, rows, keys, grid, decide=mask.is_always_true)
     on_device = mask_bits_kernel(arch_of(call.device))
     if on_device is not None:
-        made = on_device(mask, call.tables, call.symbols, grid, listed, call.device)
+        made = on_device.run(mask, call.tables, call.symbols, grid, listed, call.device)
         if made is not None:
             hand_over_to_launcher()
             q_ranges, k_ranges, mask_types, bits = made
@@ -104,6 +104,7 @@ def _empty_bits(grid: Grid, device: torch.device) -> Tensor:
 
 def _mask_bits_fake(*arguments: Any) -> Lists:
     call = MaskCall(*arguments)
+    call.begin(mask_bits_kernel)
     room = _room(call.capacity, call.grid)
 
     def ranges() -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile._checks import MaskCheck
+from magi_compile.kernels.select import MaskKernel, arch_of
 from magi_compile.masks import AttnSlices, MaskProgram
 from magi_compile.masks.evaluation.bit_blocks import Grid
 from magi_compile.masks.evaluation.block_lists import BlockLists
@@ -108,6 +111,22 @@ class MaskCall(NamedTuple):
     def passed(self, slices: AttnSlices) -> None:
         """The slices have passed the second opinion, or a GPU will say so if they have not."""
         remember(self.known_as(slices))
+
+    def begin(self, kernel_on: Callable[[tuple[int, int] | None], MaskKernel | None]) -> None:
+        """Begins to compile the kernel that evaluates this mask of fake tensors, on a GPU that has one."""
+        kernel = kernel_on(arch_of(self.device)) if _compat.is_in_use(self.device) else None
+        given = self.batch, self.seqlen_q, self.seqlen_k
+        batch, seqlen_q, seqlen_k = sizes = [_compat.size_at_hand(x) for x in given]
+        symbols = [_compat.size_at_hand(x) for x in self.symbols]
+        if kernel is None or not all(type(x) is int for x in (*sizes, *symbols)):
+            return
+        mode = _compat.static_fake_mode()
+        # Whatever speaks against it, the call will say.
+        with suppress(Exception), _compat.without_fake_tensors(), mode:
+            tables = [_compat.without_symbols(x, mode) for x in self.tables]
+            of_mask = MaskSizes(batch, seqlen_q, seqlen_k, Heads(*self.heads))
+            has_lists = bool(self.block_lists)
+            kernel.begin(self.mask, tables, symbols, of_mask, self.device, has_lists=has_lists)
 
     def known_as(self, slices: AttnSlices) -> str:
         return self.program if slices.bits is None else f"bits of {self.program}"

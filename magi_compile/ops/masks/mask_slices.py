@@ -26,7 +26,7 @@ def _mask_slices(*arguments: Any) -> Lists:
     on_device = mask_slices_kernel(arch_of(device))
     if on_device is not None:
         hand_over_to_launcher()
-        lists, tables = on_device(
+        lists, tables = on_device.run(
             *(mask, tables, symbols),
             (*sizes[:3], call.capacity, sizes.heads),
             *(device, blocks),
@@ -51,6 +51,7 @@ def _mask_slices(*arguments: Any) -> Lists:
 
 def _mask_slices_fake(*arguments: Any) -> Lists:
     call = MaskCall(*arguments)
+    call.begin(mask_slices_kernel)
 
     def ranges() -> Tensor:
         return torch.empty(call.capacity, 2, dtype=torch.int32, device=call.device)

@@ -12,9 +12,9 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile._checks import raise_pending
 from magi_compile._kept import Made, Memo
-from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.base import AttnProblem, CompiledKernel
 from magi_compile.kernels.mapped import MappedKernel, block_map_of, fake_plan_of_lists
-from magi_compile.kernels.plan import pack
+from magi_compile.kernels.plan import Plan, pack
 from magi_compile.kernels.select import ScoreNeeds, select
 from magi_compile.masks.block_mask import reached_by, shows_everything
 from magi_compile.masks.evaluation.block_lists import BlockLists
@@ -82,8 +82,11 @@ def _plan_lists(*arguments: Any) -> list[Tensor]:
 
 def _plan_lists_fake(*arguments: Any) -> list[Tensor]:
     call = _ListCall(*arguments)
-    _, problem = call.chosen()
-    return fake_plan_of_lists(call.lists, call.shape, problem)
+    kernel, problem = call.chosen()
+    made = fake_plan_of_lists(call.lists, call.shape, problem)
+    if isinstance(kernel, CompiledKernel) and _compat.is_in_use(made[0].device):
+        kernel.begin_plan(Plan(block_map=problem.block_map), problem)
+    return made
 
 
 define_repeatable(

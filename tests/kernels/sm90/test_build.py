@@ -3,6 +3,8 @@ on a machine without a GPU."""
 
 import itertools
 import os
+import subprocess
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -10,15 +12,15 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from magi_compile.kernels import build
+from magi_compile import warm_up
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import HOPPER_HEAD_DIMS, forward_config
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.forward.launch import forward_variant
-from magi_compile.kernels.sm90.runtime import nvrtc
+from magi_compile.kernels.sm90.runtime import launcher_build, nvrtc
 from tests.kernels.support.cpp import kept_for_later
 
-VARIANTS = list(build.variants())
+VARIANTS = list(warm_up.variants())
 
 
 def with_max_scores():
@@ -110,14 +112,63 @@ def test_cache(tmp_path, monkeypatch):
     assert nvrtc.compile_variant(VARIANTS[0]) == first
 
 
-def test_a_build_ahead_has_the_launcher(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(build, "variants", lambda: VARIANTS[:1])
-    monkeypatch.setattr(build, "compile_variant", lambda variant: b"")
-    assert build.main() == 0
+def test_a_warm_up_has_the_launcher(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(warm_up, "variants", lambda *_: VARIANTS[:2])
+    monkeypatch.setattr(warm_up, "compile_variant", lambda variant: b"")
+    monkeypatch.delenv("MAGI_COMPILE_LAUNCHER", raising=False)
+    launcher_build._begun.cache_clear()
+    assert warm_up.main([]) == 0
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+    assert "2 kernels with the launcher, " in capsys.readouterr().out
+    launcher_build._begun.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.main() == 0
-    assert "no launcher: " in capsys.readouterr().out
+    caplog.set_level("INFO")
+    assert warm_up.main([]) == 0
+    assert "no launcher: " in caplog.text
+    assert "2 kernels without the launcher" in capsys.readouterr().out
+    launcher_build._begun.cache_clear()
+
+
+def test_a_warm_up_that_fails(monkeypatch, capsys):
+    def refuse(variant):
+        raise nvrtc.CompileError(f"{variant.entry} does not compile")
+
+    monkeypatch.setattr(warm_up, "variants", lambda *_: VARIANTS[:2])
+    monkeypatch.setattr(warm_up, "compile_variant", refuse)
+    monkeypatch.setenv("MAGI_COMPILE_LAUNCHER", "0")
+    assert warm_up.main([]) == 2
+    assert "does not compile" in capsys.readouterr().err
+
+
+def test_a_warm_up_of_some():
+    some = list(warm_up.variants((128,), (torch.bfloat16,), ()))
+    assert len(some) == len(set(some)) == 12
+    assert set(some) < set(VARIANTS)
+    common = warm_up.variants(warm_up.COMMON_HEAD_DIMS, (torch.bfloat16,), ())
+    assert len(list(common)) == 28
+    assert len(VARIANTS) == len(set(VARIANTS)) == 214
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_cache_that_root_made_serves_other_users(monkeypatch):
+    """As the document about the environment has it for images."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        cache = f"{directory}/cache"
+        monkeypatch.setenv("MAGI_COMPILE_CACHE_DIR", cache)
+        small = [x for x in VARIANTS if x.entry == "ffa_backward_postprocess"][:1]
+        monkeypatch.setattr(warm_up, "variants", lambda *_: small)
+        launcher_build._begun.cache_clear()
+        assert warm_up.main([]) == 0
+        launcher_build._begun.cache_clear()
+        subprocess.run(["chmod", "-R", "a+rX,go-w", cache], check=True)
+        monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: pytest.fail("compiled again"))
+        child = os.fork()
+        if child == 0:
+            os.setuid(65534)
+            found = nvrtc.compile_variant(small[0]).startswith(b"\x7fELF")
+            os._exit(0 if found and launcher_build.Build().is_done() else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_truncated_file_is_compiled_again(tmp_path, monkeypatch):
@@ -163,3 +214,15 @@ def test_serialised_wgmma_is_an_error(monkeypatch):
 def test_a_log_without_a_report_is_an_error():
     with pytest.raises(nvrtc.CompileError, match="no resource report"):
         nvrtc.parse_resources("nothing")
+
+
+@pytest.mark.parametrize("version", [(12, 6), (12, 8)])
+def test_an_old_compiler_is_named(monkeypatch, version):
+    old = (nvrtc.nvrtc.nvrtcResult.NVRTC_SUCCESS, *version)
+    monkeypatch.setattr(nvrtc.nvrtc, "nvrtcVersion", lambda: old)
+    nvrtc._version.cache_clear()
+    nvrtc._key.cache_clear()
+    found, least = ("{}.{}".format(*x) for x in (version, nvrtc.LEAST_VERSION))
+    message = rf"must be of CUDA {least} or later, got {found}; .*nvrtc-cu12>={least}'"
+    with pytest.raises(nvrtc.CompileError, match=message):
+        nvrtc.compile_variant(VARIANTS[0])

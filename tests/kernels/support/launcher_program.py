@@ -17,6 +17,7 @@ from magi_compile import _checks
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.plan import pack
+from magi_compile.kernels.select import MaskKernel
 from magi_compile.kernels.sm90.kernel import HopperKernel
 from magi_compile.kernels.sm90.masks.mask_bits import mask_bits_on_device
 from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
@@ -31,7 +32,7 @@ from magi_compile.kernels.sm90.params import (
     params_of,
 )
 from magi_compile.kernels.sm90.planner import tile_plan as planner
-from magi_compile.kernels.sm90.runtime import native
+from magi_compile.kernels.sm90.runtime import launcher_build, native
 from magi_compile.masks.evaluation import verify
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library
@@ -92,12 +93,14 @@ class Setup:
         )
         for module in (library, mask_slices_op, mask_bits_op):
             module.hand_over_to_launcher = lambda: None
-        mask_slices_op.mask_slices_kernel = lambda arch: mask_slices_on_device
-        mask_bits_op.mask_bits_kernel = lambda arch: mask_bits_on_device
+        mask_slices_op.mask_slices_kernel = lambda arch: MaskKernel(mask_slices_on_device, None)
+        mask_bits_op.mask_bits_kernel = lambda arch: MaskKernel(mask_bits_on_device, None)
         self.driver = ctypes.CDLL(driver)
         self.driver.get.restype = ctypes.POINTER(LaunchRecord)
-        self.launcher = native.Launcher(native.build(), driver)
+        self.launcher = native.Launcher(launcher_build.build(), driver)
         native.launcher = lambda: self.launcher
+
+    def hand_over(self) -> None:
         for name, how in REPEATABLE.items():
             key = "CPU" if how.dispatch_key == "CUDA" else how.dispatch_key
             self.launcher.register(name, how.arguments, how.results, key)
@@ -437,11 +440,48 @@ def nothing_is_lost(setup: Setup) -> None:
         thread.join()
 
 
+def it_comes_late(setup: Setup) -> None:
+    """Calls that Python made before are the same behind the hand-over, and are repeated from the second one on; other
+    threads are in the midst of calls."""
+    plan = plan_of(AttnSlices.full(ROWS))
+    rest = ([], plan, 0.125, 0.0, "")
+    q, k, v = tensors()
+
+    def launched() -> tuple[bool, list[bytes]]:
+        out, lse, _ = torch.ops.magi.ffa_fwd(q, k, v, *rest)
+        by_python, repeated = setup.in_python(), setup.repeated()
+        assert bool(by_python) != bool(repeated)
+        known = {out.data_ptr(): "<out>", lse.data_ptr(): "<lse>"}
+        params = [addresses_out(params, known) for *_, params in by_python or repeated]
+        return bool(repeated), params
+
+    by_python = [launched() for _ in range(3)]
+    other_plan = plan_of(AttnSlices.full(ROWS + 1))
+
+    def work() -> None:
+        for _ in range(10):  # the driver writes down 64 launches
+            torch.ops.magi.ffa_fwd(*tensors(ROWS + 1), [], other_plan, 0.125, 0.0, "")
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    setup.hand_over()
+    for thread in threads:
+        thread.join()
+    setup.in_python(), setup.repeated()
+    behind = [launched() for _ in range(3)]
+    assert [is_repeated for is_repeated, _ in (*by_python, *behind)] == [False] * 4 + [True] * 2
+    assert len({tuple(map(len, params)) for _, params in (*by_python, *behind)}) == 1
+
+
 def run(driver: str, name: str) -> None:
     try:
         torch.manual_seed(0)
+        setup = Setup(driver)
+        if name != "it_comes_late":
+            setup.hand_over()
         with torch.no_grad():
-            globals()[name](Setup(driver))
+            globals()[name](setup)
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -5,6 +5,7 @@ import torch
 
 from magi_compile import MaskDataError
 from magi_compile.functions.text import in_ops, mask_mod_of, names_of_captures
+from magi_compile.kernels.select import MaskKernel
 from magi_compile.masks.evaluation import verify
 from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
 from magi_compile.ops.masks import mask_bits
@@ -38,7 +39,7 @@ def evaluated(monkeypatch):
         runs.append(grid)
         return slices.q_ranges, slices.k_ranges, slices.mask_types, slices.bits
 
-    monkeypatch.setattr(mask_bits, "mask_bits_kernel", lambda arch: on_device)
+    monkeypatch.setattr(mask_bits, "mask_bits_kernel", lambda arch: MaskKernel(on_device, None))
     return runs
 
 
@@ -59,7 +60,9 @@ def test_a_second_opinion_of_its_bits(evaluated):
 
 
 def test_tensor_operations_where_there_is_none(monkeypatch):
-    monkeypatch.setattr(mask_bits, "mask_bits_kernel", lambda arch: lambda *_: None)
+    monkeypatch.setattr(
+        mask_bits, "mask_bits_kernel", lambda arch: MaskKernel(lambda *_: None, None)
+    )
     q_ranges, _, mask_types, _ = torch.ops.magi.mask_bits(*ARGUMENTS)
     assert torch.equal(q_ranges, wanted().q_ranges)
     assert torch.equal(mask_types, wanted().mask_types)

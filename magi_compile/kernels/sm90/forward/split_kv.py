@@ -22,7 +22,7 @@ from magi_compile.kernels.heuristics import (
     forward_config,
     forward_splits,
 )
-from magi_compile.kernels.plan import PlanTiles
+from magi_compile.kernels.plan import Plan, PlanTiles
 from magi_compile.kernels.sm90.forward.launch import (
     EDGES,
     ELEMENTS,
@@ -104,6 +104,11 @@ def merge_variant(head_dim_v: int, dtype: torch.dtype) -> Variant:
     """The kernel that merges splits."""
     defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_COLS_OF_V", str(head_dim_v)))
     return Variant("forward/combine.cu", "ffa_forward_merge", defines)
+
+
+def has_splits(plan: Plan) -> bool:
+    """True if tiles of a plan may be cut; its tensors may be fake."""
+    return plan.splits is not None and _compat.size_at_hand(plan.splits.shape[0]) > 0
 
 
 def cut_tiles(

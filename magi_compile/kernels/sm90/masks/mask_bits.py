@@ -20,6 +20,7 @@ from magi_compile.kernels.sm90.masks.bits_source import (
 )
 from magi_compile.kernels.sm90.masks.mask_graph import Values, mask_graph
 from magi_compile.kernels.sm90.params import mask_mod_params
+from magi_compile.kernels.sm90.runtime import ahead
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
@@ -27,6 +28,7 @@ from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
 from magi_compile.masks.evaluation.block_lists import HOLDS_ALL, IS_FULL
+from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.program import MaskProgram
 
 logger = logging.getLogger("magi_compile")
@@ -51,9 +53,9 @@ class BitsCall(NamedTuple):
     call: Call
 
 
-def bits_variant(source: BitsSource, listed: Listed | None) -> Variant:
-    """The kernel to compile."""
-    how = "kNone" if listed is None else "kDecide" if listed.decide else "kAgree"
+def bits_variant(source: BitsSource, decides: bool | None) -> Variant:
+    """The kernel to compile; `decides` as in `Listed`, None where there are no block lists."""
+    how = "kNone" if decides is None else "kDecide" if decides else "kAgree"
     headers = (("mask_mod.cuh", source.text),)
     return Variant(
         "masks/mask_bits.cu",
@@ -100,6 +102,31 @@ def mask_bits_on_device(
             return None
         q_ranges, k_ranges, mask_types, bits, _ = prepared.call.run(given, device)
     return q_ranges, k_ranges, mask_types, bits
+
+
+def begin_mask_bits(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    sizes: MaskSizes,
+    device: torch.device,
+    *,
+    has_lists: bool,
+) -> None:
+    """Begins to compile what `mask_bits_on_device` launches for arguments like these, of which tensors may be fake.
+    Raises UnknownOperation where it launches nothing."""
+    decides = program.is_always_true if has_lists else None
+    key = (program, tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tables]), decides)
+    if key in _begun:  # a graph asks several times, and tracing takes longer than all else here
+        return
+    if len(_begun) >= _MAX_PREPARED:
+        _begun.clear()
+    _begun.add(key)
+    source = bits_source(mask_graph(program.functions["mask"], tables, device), program.names)
+    ahead.begin([bits_variant(source, decides)])
+
+
+_begun: set[Any] = set()
 
 
 @lru_cache(maxsize=1024)
@@ -213,7 +240,7 @@ def _prepare(
         **_list_fields(listed, num_tables),
     }
     params = mask_mod_params(len(words)).pack(fixed=fixed, words=words)
-    function = load_function(bits_variant(source, listed), device.index)
+    function = load_function(bits_variant(source, listed.decide if listed else None), device.index)
     launch = Launch(function, count, _THREADS, params, shared_bytes=0)
     return BitsCall(compute, source, Call(tuple(made), (launch,)))
 

@@ -15,6 +15,7 @@ from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.sm90.masks.list_fields import check_lists, list_fields
 from magi_compile.kernels.sm90.masks.source import ELEMENTS, MaskSource, mask_source
 from magi_compile.kernels.sm90.params import BLOCK_LISTS, mask_program_params
+from magi_compile.kernels.sm90.runtime import ahead
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, max_resident_blocks, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
@@ -154,6 +155,22 @@ def mask_slices_on_device(
         q_ranges, k_ranges, mask_types, _ = prepared.call.run(given, device)
     num_tables = len(given) - (2 * len(blocks.kinds) if blocks else 0)
     return MaskResult((q_ranges, k_ranges, mask_types), given[:num_tables])
+
+
+def begin_mask_slices(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    sizes: MaskSizes,
+    device: torch.device,
+    *,
+    has_lists: bool,
+) -> None:
+    """Begins to compile what `mask_slices_on_device` launches for arguments like these; tensors may be fake."""
+    tables = with_columns(program, tables, symbols, sizes, device)
+    dtypes = tuple(_readable(table, device).dtype for table in tables)
+    source = mask_source(program, program.keys(sizes.seqlen_k, symbols), dtypes)
+    ahead.begin([mask_variant(source), *([lists_variant()] if has_lists else [])])
 
 
 _prepared: dict[Any, SlicesCall] = {}

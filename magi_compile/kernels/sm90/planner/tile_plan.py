@@ -10,7 +10,12 @@ import torch
 from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.plan import Plan, PlanLayout, PlanTiles, shape_of, strides_of, unpack
-from magi_compile.kernels.sm90.forward.split_kv import cut_launch, size_of_splits
+from magi_compile.kernels.sm90.forward.split_kv import (
+    cut_launch,
+    has_splits,
+    size_of_splits,
+    split_variant,
+)
 from magi_compile.kernels.sm90.params import TILE_PLAN
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
@@ -33,6 +38,12 @@ def planner_variant(has_bits: bool = False) -> Variant:
     return Variant(
         "planner/tile_plan.cu", "ffa_tile_plan", tuple((f"FFA_{k}", v) for k, v in defines.items())
     )
+
+
+def plan_variants(plan: Plan, problem: AttnProblem) -> tuple[Variant, ...]:
+    """The kernels that make a plan like this one."""
+    planner = planner_variant(problem.has_bits)
+    return (planner, split_variant()) if has_splits(plan) else (planner,)
 
 
 def plan_on_device(

@@ -14,7 +14,8 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.sm90.runtime.nvrtc import Variant, compile_variant
+from magi_compile.kernels.sm90.runtime.ahead import cubin_of
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, Pointer, TensorMap
 
 # Each thread block asks for all the shared memory that an sm_90 chip gives to one.
@@ -54,7 +55,7 @@ def current_context() -> int:
 def load_function(variant: Variant, device_index: int) -> driver.CUfunction:
     """Compile `variant` if need be and load it on a device, which is to be the current one."""
     bind_context()
-    library = check(driver.cuLibraryLoadData(compile_variant(variant), [], [], 0, [], [], 0))
+    library = check(driver.cuLibraryLoadData(cubin_of(variant), [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, variant.entry.encode()))
     function = check(driver.cuKernelGetFunction(kernel))
     attributes = driver.CUfunction_attribute

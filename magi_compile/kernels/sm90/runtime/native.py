@@ -1,36 +1,27 @@
-"""The launcher of `csrc/host`, which repeats prepared calls without Python: building it, loading it,
-handing calls over.
+"""The launcher of `csrc/host`, which repeats prepared calls without Python: loading it, handing calls over.
 
-It is a small shared library without dependencies. The C++ compiler of the machine builds it when the first kernel is
-launched, and it is kept in the cache directory. Where there is no compiler, or `MAGI_COMPILE_LAUNCHER=0` is set, calls
-go through Python: they take longer on the host, and nothing else changes.
+It is a small shared library without dependencies. The C++ compiler of the machine builds it beside this process
+(`launcher_build.py`), from the first graph or the first launch on. Until it is there calls go through Python: they take
+longer on the host, and nothing else changes. So they do where there is no compiler, and with
+`MAGI_COMPILE_LAUNCHER=0`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import shutil
 import subprocess
-import tempfile
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from magi_compile import _checks
-from magi_compile.kernels.sm90.runtime import calls, cubin_cache
+from magi_compile.kernels.sm90.runtime import calls, launcher_build
 from magi_compile.kernels.sm90.runtime.driver import current_context, on_device
-from magi_compile.kernels.sm90.runtime.nvrtc import source_dir
 
-logger = logging.getLogger("magi_compile")
-
-_OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _DTYPES = {torch.float32: 6, torch.bfloat16: 15, torch.float16: 5, torch.int32: 3}  # ScalarType
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}
 
@@ -221,49 +212,23 @@ def _numbers(
     return found
 
 
-@cache
 def launcher() -> Launcher | None:
-    """The launcher of this process; None where it is switched off or cannot be built, which is logged once."""
-    if os.environ.get("MAGI_COMPILE_LAUNCHER", "1") == "0":
+    """The launcher of this process; None as long as a compiler builds it, and where it is switched off or cannot be
+    built or loaded, which is logged once."""
+    build = launcher_build.begin()
+    if build is None or not build.is_done():
         return None
+    with _loading:
+        return _loaded(build)
+
+
+_loading = threading.Lock()
+
+
+@cache
+def _loaded(build: launcher_build.Build) -> Launcher | None:
     try:
-        return Launcher(build())
+        return Launcher(build.library())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.info("calls go through Python and take longer on the host: no launcher: %s", error)
+        launcher_build.log_absence(error)
         return None
-
-
-def build() -> int:
-    """The library, compiled if the cache directory has none that is whole and this user's own.
-
-    Returns:
-        A descriptor of its file. Where it cannot be kept, nothing else refers to that file.
-
-    Raises:
-        OSError: if there is no compiler, or no directory to compile in.
-        subprocess.SubprocessError: if the compiler fails.
-    """
-    source = source_dir().parent / "host" / "launcher.cpp"
-    compiler = os.environ.get("CXX") or next(
-        (x for x in ("c++", "g++", "clang++") if shutil.which(x)), None
-    )
-    if compiler is None:
-        raise FileNotFoundError(
-            "there is no C++ compiler (c++, g++ or clang++), and `CXX` is not set"
-        )
-    made_for = repr((compiler, _OPTIONS, os.uname().machine))
-    digest = hashlib.sha256(source.read_bytes() + made_for.encode()).hexdigest()
-    name = f"launcher-{digest[:32]}.so"
-    library = cubin_cache.opened(name)
-    if library is None:
-        with tempfile.TemporaryDirectory() as directory:
-            built = Path(directory) / name
-            command = [compiler, *_OPTIONS, "-o", str(built), str(source), "-ldl"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            if done.returncode:
-                raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-            cubin_cache.write(name, built.read_bytes())
-            library = cubin_cache.opened(name)
-            if library is None:
-                library = os.open(built, os.O_RDONLY)
-    return library

@@ -16,6 +16,7 @@ from cuda.bindings import nvrtc
 from magi_compile.kernels.sm90.runtime import cubin_cache
 
 ARCH = "sm_90a"
+LEAST_VERSION = (12, 9)  # older ones do not know `--no-cache`; 12.6 spills registers as well
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,31 @@ def _options(variant: Variant) -> list[str]:
 
 @cache
 def _key(variant: Variant) -> str:
-    major, minor = _check(nvrtc.nvrtcVersion())
-    digest = hashlib.sha256(f"{variant} {ARCH} {major}.{minor}".encode())
-    digest.update(Path(__file__).read_bytes())  # the options
+    major, minor = _version()
+    made_of = f"{variant} {ARCH} {major}.{minor} {_digest_of_sources()}"
+    return hashlib.sha256(made_of.encode()).hexdigest()[:24]
+
+
+@cache
+def _digest_of_sources() -> str:
+    digest = hashlib.sha256(Path(__file__).read_bytes())  # the options
     for path in sorted(source_dir().rglob("*.cu*")):
         digest.update(path.relative_to(source_dir()).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:24]
+    return digest.hexdigest()
+
+
+@cache
+def _version() -> tuple[int, int]:
+    """NVRTC's own. Raises CompileError if that is too old."""
+    major, minor = _check(nvrtc.nvrtcVersion())
+    if (major, minor) < LEAST_VERSION:
+        least = "{}.{}".format(*LEAST_VERSION)
+        raise CompileError(
+            f"NVRTC, the compiler of the Hopper kernels, must be of CUDA {least} or later, got {major}.{minor}; it "
+            f"comes with PyTorch: install PyTorch for CUDA {least} or later, or the compiler alone, `pip install "
+            f"'nvidia-cuda-nvrtc-cu12>={least}'`, or ask for kernel 'triton', which does not need it"
+        )
+    return major, minor
 
 
 def _buffer(size: int) -> bytes:

@@ -62,6 +62,19 @@ def _sequences(of: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("length", "heads"), of, strict=True))
 
 
+def source_of(score: ScoreCall, problem: AttnProblem, wanted: tuple[int, ...] = ()) -> ScoreSource:
+    """The source of a score program as kernels for `problem` have it; with gradients of the captured tensors that are
+    `wanted`."""
+    return score_source(
+        score.program.text,
+        tuple(table.dtype for table in score.tables),
+        tuple(table.dim() for table in score.tables),
+        has_short_sequences=max(score.seqlen_q, score.seqlen_k) <= MOST_POSITIONS,
+        may_shift=problem.softmax_scale > 0,
+        wanted=wanted,
+    )
+
+
 def score_arguments(
     score: ScoreCall,
     problem: AttnProblem,
@@ -86,16 +99,7 @@ def score_arguments(
         NotImplementedError: a captured tensor has 2**31 elements or more.
     """
     tables = [table.detach().contiguous() for table in score.tables]
-    kinds = (
-        score.program.text,
-        tuple(table.dtype for table in tables),
-        tuple(table.dim() for table in tables),
-    )
-    facts = {
-        "has_short_sequences": max(score.seqlen_q, score.seqlen_k) <= MOST_POSITIONS,
-        "may_shift": problem.softmax_scale > 0,
-    }
-    source = score_source(*kinds, **facts)
+    source = source_of(score, problem)
     used = [tables[number] for number in source.tables]
     words: list[int | Pointer] = []
     for i, table in enumerate(used):
@@ -119,7 +123,7 @@ def score_arguments(
     if q_walk is None or not score.sums:
         return found, read
     numbers = tuple(score.sums)
-    with_gradients = score_source(*kinds, **facts, wanted=numbers)
+    with_gradients = source_of(score, problem, numbers)
     behind = [*score.sums.values(), *q_walk, *read]
     gradients = TableGradients(
         with_gradients,

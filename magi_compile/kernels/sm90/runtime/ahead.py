@@ -1,0 +1,142 @@
+"""Each kernel is compiled once in a process: ahead, in a few threads, or in the thread that needs it.
+
+    begin([variant, ...])   ->   threads compile, while a graph is traced and Inductor works
+    cubin_of(variant)       ->   what a thread has made, or is making; else compiled here
+
+NVRTC works without Python's lock, so threads run at the same time. They need no GPU: the caller loads the cubin.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from magi_compile.kernels.sm90.runtime import launcher_build
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant, compile_variant
+
+MOST_THREADS = 4  # a pass has three kernels or four, of which one is half of the work
+
+Cubin = Future[bytes]
+
+
+class Compilations:
+    """The compilations of a process.
+
+    A fork waits for those that run, and holds up others: in the child, NVRTC's own locks would stay locked.
+    """
+
+    def __init__(self) -> None:
+        self._changes = threading.Condition()
+        self._known: dict[Variant, Cubin] = {}
+        self._queue: deque[Variant] = deque()
+        self._num_threads = 0
+        self._num_running = 0  # in NVRTC, of any thread
+        self._num_forks = 0
+
+    def begin(self, variants: Iterable[Variant]) -> None:
+        """Has threads compile what nobody has begun."""
+        with self._changes:
+            new = [variant for variant in dict.fromkeys(variants) if variant not in self._known]
+            self._known |= {variant: Future() for variant in new}
+            self._queue += new
+            most = min(MOST_THREADS, os.cpu_count() or 1)
+            for _ in range(min(len(new), most - self._num_threads)):
+                try:
+                    threading.Thread(target=self._work, name="magi_compile").start()
+                except RuntimeError:  # the interpreter is about to end
+                    break
+                self._num_threads += 1
+
+    def _work(self) -> None:
+        """Compiles what waits, until nothing does. The end of the process waits for what runs, and for no more."""
+        while True:
+            with self._changes:
+                if not self._queue or not threading.main_thread().is_alive():
+                    self._num_threads -= 1
+                    return
+                variant = self._queue.popleft()
+                cubin = self._known.get(variant)
+                is_ours = cubin is not None and _take(cubin)
+            if is_ours and cubin is not None:
+                self._compile(variant, cubin)
+
+    def cubin_of(self, variant: Variant) -> bytes:
+        """Waits for the thread that has begun to compile, else compiles here.
+
+        Args:
+            variant: the kernel.
+
+        Returns:
+            Its cubin.
+
+        Raises:
+            CompileError: if the compiler refuses it, wherever it ran; the next call tries again.
+        """
+        with self._changes:
+            cubin = self._known.setdefault(variant, Future())
+            is_ours = _take(cubin)
+        if is_ours:
+            self._compile(variant, cubin)
+        try:
+            return cubin.result()
+        finally:
+            if cubin.done() and cubin.exception() is not None:
+                with self._changes:
+                    if self._known.get(variant) is cubin:
+                        del self._known[variant]
+
+    def _compile(self, variant: Variant, cubin: Cubin) -> None:
+        with self._changes:
+            self._changes.wait_for(lambda: self._num_forks == 0)
+            self._num_running += 1
+        try:
+            cubin.set_result(compile_variant(variant))
+        except BaseException as error:
+            cubin.set_exception(error)
+        finally:
+            with self._changes:
+                self._num_running -= 1
+                self._changes.notify_all()
+
+    def before_fork(self) -> None:
+        """Waits until nothing runs, and keeps it so."""
+        self._changes.acquire()
+        self._num_forks += 1
+        self._changes.wait_for(lambda: self._num_running == 0)
+
+    def after_fork(self) -> None:
+        """Goes on."""
+        self._num_forks -= 1
+        self._changes.notify_all()
+        self._changes.release()
+
+    def after_fork_in_child(self) -> None:
+        """Goes on without threads, and without what they were to do."""
+        self._known = {variant: cubin for variant, cubin in self._known.items() if cubin.done()}
+        self._queue.clear()
+        self._num_threads = 0
+        self.after_fork()
+
+
+def _take(cubin: Cubin) -> bool:
+    """True for the first thread that asks: it has to compile."""
+    return not (cubin.running() or cubin.done()) and cubin.set_running_or_notify_cancel()
+
+
+_compilations = Compilations()
+os.register_at_fork(
+    before=_compilations.before_fork,
+    after_in_parent=_compilations.after_fork,
+    after_in_child=_compilations.after_fork_in_child,
+)
+
+cubin_of = _compilations.cubin_of
+
+
+def begin(variants: Iterable[Variant]) -> None:
+    """Begins to compile kernels that later calls will launch, and the launcher."""
+    launcher_build.begin()
+    _compilations.begin(variants)

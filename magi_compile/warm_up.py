@@ -1,0 +1,149 @@
+"""Compile the Hopper kernels and the launcher into the cache before they are needed: `python -m magi_compile.warm_up`.
+
+For images and clusters. Needs NVRTC but no GPU, and runs on all cores. By default the kernels of bfloat16 at head
+dimensions 64, 128 and 256, with and without bit blocks; what else a call needs is compiled at first use. Exits with an
+error if a kernel does not compile, spills registers or serialises wgmma.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import HOPPER_HEAD_DIMS, forward_config
+from magi_compile.kernels.plan import BlockMap
+from magi_compile.kernels.sm90.backward.variants import backward_variants
+from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
+from magi_compile.kernels.sm90.forward.split_kv import merge_variant, split_variant
+from magi_compile.kernels.sm90.masks.mask_slices import lists_variant
+from magi_compile.kernels.sm90.planner.block_map import block_map_variants
+from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
+from magi_compile.kernels.sm90.runtime import cubin_cache, launcher_build
+from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compile_variant
+
+COMMON_HEAD_DIMS = (64, 128, 256)
+MORE = {
+    "softcap": "scores with a soft-cap",
+    "deterministic": "backwards under torch.use_deterministic_algorithms",
+    "lists": "masks of block lists, of blocks of 64 and of 128",
+    "ranks": "forwards that begin before the keys of other ranks are there",
+}
+
+
+def variants(
+    head_dims: Sequence[int] = HOPPER_HEAD_DIMS,
+    dtypes: Sequence[torch.dtype] = tuple(ELEMENTS),
+    more: Collection[str] = tuple(MORE),
+) -> Iterator[Variant]:
+    """The kernels to compile; by default every variant for head dimensions that kernels are made for.
+
+    Not among them: score programs, mask programs, largest scores and head dimensions in between, which are compiled at
+    first use.
+
+    Args:
+        head_dims: of q, k and v, some of `HOPPER_HEAD_DIMS`.
+        dtypes: of these, some of `ELEMENTS`.
+        more: some of `MORE`.
+
+    Yields:
+        Each kernel once.
+    """
+    softcaps = (0.0, 1.0) if "softcap" in more else (0.0,)
+    orders = (False, True) if "deterministic" in more else (False,)
+    begins = (False, True) if "ranks" in more else (False,)
+    for head_dim, dtype, softcap in itertools.product(head_dims, dtypes, softcaps):
+        problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
+        with_bits = replace(problem, has_bits=True)
+        config = forward_config(problem)
+        for has_stairs, is_early in itertools.product((False, True), begins):
+            yield forward_variant(problem, config, has_stairs=has_stairs, is_early=is_early)
+        yield forward_variant(with_bits, forward_config(with_bits))
+        for some, deterministic in itertools.product((problem, with_bits), orders):
+            yield backward_variants(some, deterministic)[1]
+        if not softcap:  # the others do not depend on it
+            preprocess, _, postprocess = backward_variants(problem)
+            yield from (preprocess, postprocess, merge_variant(head_dim, dtype))
+            for rows, keys in ((64, 64), (128, 128)) if "lists" in more else ():
+                listed = replace(problem, block_map=BlockMap(1, 1, rows, keys))
+                yield forward_variant(listed, forward_config(listed))
+                yield backward_variants(listed)[1]
+    yield planner_variant()
+    yield planner_variant(has_bits=True)
+    yield split_variant()
+    yield lists_variant()
+    if "lists" in more:
+        yield from block_map_variants()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile what the arguments name.
+
+    Args:
+        argv: the command line; by default that of the process.
+
+    Returns:
+        The number of kernels that did not compile.
+    """
+    asked = _parser().parse_args(argv)
+    dtypes = [getattr(torch, name) for name in asked.dtypes]
+    chosen = list(variants() if asked.all else variants(asked.head_dims, dtypes, asked.more))
+    start = time.perf_counter()
+    building = launcher_build.begin()  # beside the kernels
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failures = [error for error in pool.map(_compile, chosen) if error is not None]
+    if building is not None:
+        try:
+            os.close(building.library())
+        except (OSError, subprocess.SubprocessError) as error:  # calls go without one, slower
+            launcher_build.log_absence(error)
+    if failures:
+        print("\n\n".join(dict.fromkeys(failures)), file=sys.stderr)
+    print(
+        f"{len(chosen) - len(failures)} kernels {'with' if building else 'without'} the launcher, "
+        f"{time.perf_counter() - start:.0f} s, in {cubin_cache.cache_dir()}"
+    )
+    return len(failures)
+
+
+def _compile(variant: Variant) -> str | None:
+    start = time.perf_counter()
+    try:
+        compile_variant(variant)
+    except CompileError as error:
+        return str(error)
+    seconds = time.perf_counter() - start
+    print(f"{seconds:6.2f} s  {variant.entry} {dict(variant.defines)}", flush=True)
+    return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m magi_compile.warm_up", description="Compile kernels into the cache."
+    )
+    parser.add_argument(
+        "--head-dims", nargs="+", type=int, choices=HOPPER_HEAD_DIMS, default=COMMON_HEAD_DIMS
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=[*ELEMENTS.values()], default=["bfloat16"])
+    parser.add_argument(
+        "--more",
+        nargs="+",
+        choices=MORE,
+        default=[],
+        help="; ".join(f"{name}: {what}" for name, what in MORE.items()),
+    )
+    parser.add_argument("--all", action="store_true", help="whatever the others say, everything")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
