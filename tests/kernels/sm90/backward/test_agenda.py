@@ -24,7 +24,7 @@ LEAST_VISITS, LEAST_VISITS_IN_STEP = (
 SHARE_OF_FEW = AGENDA_NUMBERS["share_of_few"]
 LATEST_END = 2.25  # see `end_of`: a few short walks for many thread blocks are the worst
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ8i")
+ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ10i")
 SOURCE = """
 #include <algorithm>
 #include "many_threads.cuh"
@@ -90,6 +90,7 @@ class Sizes(NamedTuple):
     most_heads_of_pass: int = 0
     blocks_of_cache: int = 0
     least_visits_of_pass: int = 0
+    passes_of_map: int = 0
 
     @property
     def sections(self) -> range:
@@ -119,7 +120,8 @@ def write(library, plan, sizes: Sizes) -> Agenda:
     """Written by the source, and read by all thread blocks, one after the other."""
     num_tiles, num_slots = len(plan.k_tiles), sizes.num_slots
     num_items = num_tiles * len(sizes.sections)
-    entries = unwritten(max(num_items + num_slots, num_items * sizes.group) * ENTRY.size // 4)
+    most_passes = max(sizes.group, sizes.passes_of_map)
+    entries = unwritten(max(num_items + num_slots, num_items * most_passes) * ENTRY.size // 4)
     num_waves = num_tiles * sizes.nheads_kv // sizes.num_blocks
     counts = unwritten(3 + num_waves)  # entries; then the counters: two, and steps of each wave
     arrivals = unwritten(num_slots * sizes.heads_per_section * ARRIVALS)
@@ -130,6 +132,7 @@ def write(library, plan, sizes: Sizes) -> Agenda:
         *(sizes.nheads_kv, sizes.heads_per_section, at[5]),
         *(num_tiles, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
         *(sizes.most_heads_of_pass, sizes.blocks_of_cache, sizes.least_visits_of_pass),
+        *(sizes.passes_of_map, 0),
     )
     order_of_dq = (ctypes.c_int * 2)()
     library.write_agenda(params, order_of_dq)
@@ -472,6 +475,26 @@ def test_uneven_long_walks_are_handed_on(
     check(library, case, sizes._replace(most_heads_of_pass=0))
     check(library, case, sizes._replace(blocks_of_cache=group * mean))
     check(library, case, sizes._replace(least_visits_of_pass=mean * heads + 1))
+
+
+@pytest.mark.parametrize("heads_per_section", [1, 2])
+@pytest.mark.parametrize("passes", [1, 2, 6])
+def test_passes_of_a_block_map(passes, heads_per_section, library):
+    """As many as the host says, whatever the tiles are; nobody keeps step, and the kernel behind makes dq."""
+    plan = plan_of(one(MaskType.FULL, 4096))
+    num_tiles = len(blocks_of_tiles(plan))
+    sizes = Sizes(2, 8, 4, heads_per_section, passes_of_map=passes)
+    agenda = write(library, plan, sizes)
+    assert agenda.num_in_step == 0
+    assert agenda.order_of_dq == (2 * heads_per_section, 1)
+    if passes == 1:
+        return
+    assert [(x.tile, x.first_head, x.part, x.num_parts, x.turn) for x in agenda.entries] == [
+        (tile, section * heads_per_section, part, passes, section * passes + passes - 1 - part)
+        for section in sizes.sections
+        for part in reversed(range(passes))
+        for tile in range(num_tiles)
+    ]
 
 
 @pytest.mark.parametrize("mask_type", [MaskType.FULL, MaskType.CAUSAL])
