@@ -157,7 +157,9 @@ PROGRAMS = [in_a_forward, in_a_backward, while_others_are_steps_ahead]
 @HOW
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_native(program, how, tmp_path):
-    expect(2, program, how, "native", tmp_path, raises=True)
+    """The error is raised in the thread that called attention. In a backward the host waits for a thread of autograd's,
+    which does not take it: the process ends with its text."""
+    expect(2, program, how, "native", tmp_path, raises=program is not in_a_backward)
 
 
 @HOW

@@ -106,8 +106,9 @@ def _longca(level: str, device: str) -> list[Case]:
     seqlens = (16 * K, 32 * K, 64 * K)
     if level == "kernel":
         return _kernel_cases(LONGCA_MASKS, seqlens, ((64, 8), (64, 64)), "longca")
-    # Eight heads fill a GPU at these lengths; every head has a mask of its own.
-    return _sparse_cases(seqlens, ((8, 8), (16, 2)), (64, 128), (0.2, 0.5, 0.8))
+    # Eight heads fill a GPU at these lengths; every key-value head has a mask of its own.
+    heads = ((8, 8), (16, 2), (64, 8), (64, 64))
+    return _sparse_cases((*seqlens, 128 * K), heads, (64, 128), (0.1, 0.2, 0.5, 0.8))
 
 
 def _diffusion(level: str, device: str) -> list[Case]:
