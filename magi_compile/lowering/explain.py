@@ -25,7 +25,7 @@ from magi_compile.ops.arguments import Options
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention as it ran: what was decided when it was compiled, and the slices its mask gave."""
+    """One attention as it ran: what was decided when it was compiled, and the slices or block lists of its mask."""
 
     decision: Decision
     slices: AttnSlices | None

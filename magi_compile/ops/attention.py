@@ -307,9 +307,10 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention` on the kernels of this package, for eager code, on any device.
 
     Signature and results are PyTorch's. Inside torch.compile it is PyTorch's own operator, which the lowering replaces.
-    The slices of a BlockMask are kept as long as it lives, and derived again when anything that it is made of changes:
-    its mask_mod, its block lists, a variable, an attribute or an item that the mask_mod reads, or the values of a
-    tensor. Only writes that PyTorch does not count go unseen: through `.data`, and to the memory of `torch.from_numpy`.
+    The slices of a BlockMask, or the plan of its block lists, are kept as long as it lives, and derived again when
+    anything that it is made of changes: its mask_mod, its block lists, a variable, an attribute or an item that the
+    mask_mod reads, or the values of a tensor. Only writes that PyTorch does not count go unseen: through `.data`, and
+    to the memory of `torch.from_numpy`.
 
     Args:
         query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries
