@@ -53,8 +53,13 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
 
     route = MaskRoute.of(call, options)
     whole = _problem(call, scores)
-    if (listed := _by_lists(route, whole, scores, options)) is not None:
-        return Analysis(tuple(reasons), listed[1], listed[0], scores, listed[2])
+    listed = _by_lists(route, whole, scores, options)
+    if isinstance(listed, Analysis):
+        return replace(listed, reasons=tuple(reasons))
+    if listed:
+        route = replace(
+            route, reasons=(*route.reasons, *(f"by block lists alone: {x}" for x in listed))
+        )
     route = replace(route, lists=None)
     problem = replace(route.problem(whole), has_bits=route.may_have_bits)
     try:
@@ -68,19 +73,21 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
 
 def _by_lists(
     route: MaskRoute, problem: AttnProblem, scores: Scores, options: LoweringOptions
-) -> tuple[MaskRoute, AttnProblem, Selection] | None:
-    """The way by block lists, its problem and the kernel that walks them; None where there are none, or no kernel."""
-    if route.lists is None or route.lists.heads not in (1, problem.nheads_q):
-        return None
+) -> Analysis | list[str]:
+    """The call by the way of block lists and a kernel that walks them, or the reasons against it; none of these where
+    there are no lists that say all."""
+    if route.lists is None:
+        return []
     problem = replace(problem, block_map=block_map_of(route.lists))
     try:
         selection = select(problem, options.kernel, scores.needs)
-    except NotImplementedError:
-        return None
+    except NotImplementedError as error:
+        return [str(error)]
     kernel = selection.kernel
-    if not isinstance(kernel, MappedKernel) or kernel.list_refusals(route.lists):
-        return None
-    return route.by_lists(), problem, selection
+    assert isinstance(kernel, MappedKernel)  # others refuse
+    if refusals := kernel.list_refusals(route.lists):
+        return [f"kernel {kernel.name!r} {why}" for why in refusals]
+    return Analysis((), problem, route.by_lists(), scores, selection)
 
 
 def _problem(call: FlexCall, scores: Scores) -> AttnProblem:

@@ -222,9 +222,7 @@ def reasons_for_bits(mask: MaskOfCall) -> tuple[str, ...]:
         return program.refusals
     if program.is_always_true and call.block_lists:
         return (
-            "the mask_mod shows everything, so the block lists decide, and they are inputs of the graph; "
-            "make the BlockMask inside the compiled function, or convert it with "
-            "magi_compile.masks.slices_from_block_mask",
+            "the mask_mod shows everything, so the block lists decide, whose values a graph does not know",
         )
     try:
         reasons = period_reasons(mask)

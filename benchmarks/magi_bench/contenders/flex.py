@@ -20,10 +20,6 @@ from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import _compat
 
 BLOCK = 128
-_TILES_OF_64 = {
-    **dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), 64),
-    **dict.fromkeys(("BLOCK_M1", "BLOCK_N2"), 32),
-}
 
 
 class FlexTriton(Kernel):
@@ -34,6 +30,7 @@ class FlexTriton(Kernel):
     layout = Layout.HEADS_FIRST
     compiles_slowly = True
     backend: str | None = None
+    listed = BLOCK  # lists of blocks of multiples of this size say all; by those of 64 it finds no kernel
     _compiled_for: Workload | None = None
 
     @cached_property
@@ -47,15 +44,12 @@ class FlexTriton(Kernel):
             self._compiled_for = workload
         block_mask = None
         if workload.case.mask != "full":
-            block_mask = make_block_mask(workload, inputs.q.device)
-        options = {"enable_gqa": True, "kernel_options": self._kernel_options(workload)}
+            block_mask = make_block_mask(workload, inputs.q.device, self.listed)
+        options = {
+            "enable_gqa": True,
+            "kernel_options": {"BACKEND": self.backend} if self.backend else None,
+        }
         return lambda q, k, v: self._attend(q, k, v, block_mask=block_mask, **options)
-
-    def _kernel_options(self, workload: Workload) -> dict[str, Any] | None:
-        if self.backend:
-            return {"BACKEND": self.backend}
-        # By itself it takes larger tiles, which blocks of 64 are not divided by.
-        return dict(_TILES_OF_64) if workload.block_map and workload.case.block == 64 else None
 
 
 class MagiFlex(FlexTriton):
@@ -66,15 +60,13 @@ class MagiFlex(FlexTriton):
     levels = ("sparse",)
     dtypes = ("bfloat16", "float16")
     is_ours = True
+    listed = 64
 
     @cached_property
     def _attend(self) -> Callable[..., Tensor]:
         _compat.allow_repeated_backward()
         options: dict[str, Any] = {"magi.strict": True}
         return torch.compile(flex_attention, dynamic=False, backend="magi", options=options)
-
-    def _kernel_options(self, workload: Workload) -> dict[str, Any] | None:
-        return None
 
 
 class FlexFlash(FlexTriton):
@@ -88,10 +80,11 @@ class FlexFlash(FlexTriton):
         return import_error("flash_attn.cute")
 
 
-def make_block_mask(workload: Workload, device: torch.device) -> BlockMask:
-    """Blocks that are full, and blocks in which `mask_mod` decides; the lists alone where they say all."""
+def make_block_mask(workload: Workload, device: torch.device, listed: int = BLOCK) -> BlockMask:
+    """Blocks that are full, and blocks in which `mask_mod` decides; the lists alone where blocks are uniform, of
+    multiples of `listed`."""
     case = workload.case
-    if workload.block_map and workload.blocks.is_uniform and case.block % 64 == 0:
+    if workload.block_map and workload.blocks.is_uniform and case.block % listed == 0:
         counts, indices = lists_of_heads(workload, device)
         return BlockMask.from_kv_blocks(
             *(counts, indices),
