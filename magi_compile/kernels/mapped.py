@@ -95,5 +95,5 @@ def fake_plan_of_lists(lists: BlockLists, shape: ListShape, problem: AttnProblem
 
 
 def words_of(num_bits: Any) -> Any:
-    """How many words of 32 bits hold so many."""
+    """The number of words of 32 bits that hold so many bits."""
     return -(-num_bits // 32)

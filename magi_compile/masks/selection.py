@@ -212,7 +212,7 @@ def _partial_and_full(
 
 
 def _as_list(is_listed: Tensor, indices: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
-    """How many, and which ones, with room for all."""
+    """The counts and the indices of a grid, with room for all blocks."""
     indices = pad(indices.to(torch.int32), (0, blocks.num_k - indices.shape[-1]))
     return is_listed.sum(-1, dtype=torch.int32), indices
 

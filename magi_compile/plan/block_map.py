@@ -78,12 +78,12 @@ class MapWalkShape(NamedTuple):
 
     @property
     def num_tiles(self) -> Any:
-        """Of a batch entry."""
+        """The tiles of a batch entry."""
         return -(-self.rows // self.tile_rows)
 
     @property
     def num_words(self) -> Any:
-        """Of a line."""
+        """The words of a line."""
         return -(-self.cols // (self.block_cols * BITS_OF_WORD))
 
     @property

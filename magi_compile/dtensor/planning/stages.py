@@ -146,7 +146,7 @@ def _casts(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[f
 
 
 class _Rank(NamedTuple):
-    """What a rank computes, in seconds."""
+    """The computation of a rank, in seconds."""
 
     local: float  # of local keys in a call of their own
     remote: float  # of remote keys
@@ -155,7 +155,7 @@ class _Rank(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What a call costs any rank beyond that."""
+    """The cost of a call for any rank beyond that."""
 
     seconds: float
     before_keys: float = 0.0  # of which so many need no keys

@@ -31,6 +31,9 @@ def list_fields(kind: Sequence[Layout] | None, buffer: int, batch: int) -> dict[
             where there are none.
         buffer: the number of the counts among the buffers of the call; the indices are the next one.
         batch: number of batch entries.
+
+    Returns:
+        The values by the names of the fields.
     """
     if kind is None:
         nothing = {"num_blocks_strides": (0,) * 3, "indices_strides": (0,) * 4}
