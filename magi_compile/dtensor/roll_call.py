@@ -18,14 +18,14 @@ FRESH = 3.0  # pauses since the last round: afterwards, the store no longer answ
 
 
 class _Round(NamedTuple):
-    """What all ranks had said at a time; nothing of those that never waited."""
+    """The words of all ranks at a time; none of those that never waited."""
 
     time: float
     said: dict[int, bytes]
 
 
 class RollCall:
-    """What this rank says and hears.
+    """The part of this rank: what it says and hears.
 
     Args:
         store: makes a store that nobody else uses, whose calls may block.

@@ -47,7 +47,7 @@ SECONDS_OF_RELEASE = 0.02  # between two: streams that were released may wait ag
 
 
 class Event(Protocol):
-    """What an event says of the work in front of it."""
+    """An event behind some work, which says whether that is done."""
 
     def query(self) -> bool:
         """True if that is done."""

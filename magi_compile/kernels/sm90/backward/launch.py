@@ -327,8 +327,8 @@ def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> 
 
 
 def _tiles_of_head(tiles: Tensor, problem: AttnProblem) -> int:
-    """The number of tiles of a head in a walk: of a block map, those of its heads lie behind one another, and then those
-    of a mean head."""
+    """The number of tiles of a head in a walk: of a block map, those of its heads lie behind one another, and then
+    those of a mean head."""
     return int(tiles.shape[0]) // (1 if problem.block_map is None else problem.block_map.heads + 1)
 
 
