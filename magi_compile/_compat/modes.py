@@ -45,13 +45,17 @@ def _device_types() -> tuple[str, ...]:
 
 def _is_plain(device_types: tuple[str, ...]) -> bool:
     """True if there is nothing to leave but autograd, as in most calls: that takes less time."""
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    count_early = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", None)
+    if top_hooks is None or count_early is None:  # of another PyTorch
+        return False
     return not (
         torch.is_inference_mode_enabled()
         or torch._C._len_torch_dispatch_stack()
         or _traces()
         or any(map(torch.is_autocast_enabled, device_types))
-        or torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+        or top_hooks(True)
+        or count_early()
     )
 
 
@@ -59,7 +63,7 @@ def _is_plain(device_types: tuple[str, ...]) -> bool:
 def without_autograd() -> Iterator[None]:
     """Operations skip all of autograd, which costs each of them a tenth of its time on small tensors. For tensors that
     need no gradients; writes inside are not counted."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)():
         yield
 
 
