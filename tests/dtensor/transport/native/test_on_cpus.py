@@ -83,7 +83,7 @@ def run_a_release(group):
 
         def release():
             while not is_over.wait(0.02):
-                collective.release()
+                collective.release(group)
 
         thread = threading.Timer(0.5, release)
         thread.start()
