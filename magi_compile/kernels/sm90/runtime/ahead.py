@@ -93,7 +93,9 @@ class Compilations:
         try:
             with self._in_nvrtc():
                 cubin.set_result(compile_variant(variant))
-        except BaseException as error:  # Ctrl-C as well, wherever it comes: who asks next would wait forever
+        except (
+            BaseException
+        ) as error:  # Ctrl-C as well, wherever it comes: who asks next would wait forever
             if cubin.done():
                 raise
             cubin.set_exception(error)

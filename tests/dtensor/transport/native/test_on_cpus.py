@@ -105,6 +105,24 @@ def test_release():
         ranks.close()
 
 
+def test_a_release_is_of_one_group():
+    released = []
+
+    class Window:
+        def __init__(self, name):
+            self.release = lambda: released.append(name)
+
+    class Group:
+        pass
+
+    collective, groups = on_cpus.Emulated(), [Group(), Group()]
+    for number, group in enumerate(groups):
+        collective._windows[group] = {"casts": Window(number)}
+    collective.release(groups[1])
+    collective.release(Group())
+    assert released == [1]
+
+
 def run_attention(group, case, options):
     with on_cpus.emulation(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(COLLECTIVES, "emulated", f"{on_cpus.__name__}:Emulated")
