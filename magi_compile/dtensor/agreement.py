@@ -287,7 +287,7 @@ def _who_is_silent(said: bytes, number: int, group: dist.ProcessGroup) -> list[i
                 break
             time.sleep(0.01)
         return silent
-    except RuntimeError:  # the store has gone too
+    except (RuntimeError, ValueError, KeyError):  # the store, or its group, has gone too
         return []
 
 
