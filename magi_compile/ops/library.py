@@ -331,7 +331,7 @@ def _begin_backward_of_eager(
 
 
 @lru_cache(maxsize=64)
-def _as_compiled(kernel: Kernel) -> CompiledKernel | None:
+def _as_compiled(kernel: Any) -> CompiledKernel | None:
     """The kernel, if it is one of these: to ask costs 20 microseconds."""
     return kernel if isinstance(kernel, CompiledKernel) else None
 
