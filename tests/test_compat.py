@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from magi_compile import _compat
 from magi_compile._compat import inductor
@@ -118,3 +119,14 @@ def test_a_store_that_cannot_be_cloned_is_shared(monkeypatch):
     store = Store()
     monkeypatch.setattr("magi_compile._compat.distributed.store_of", lambda group: store)
     assert _compat.own_store_of(None) is store
+
+
+def test_in_a_backward():
+    found = []
+    x = torch.ones(1, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(
+        lambda x: found.append(_compat.is_in_backward()) or x.exp(), x, use_reentrant=False
+    )
+    y.backward()
+    assert found == [False, True]
+    assert not _compat.is_in_backward()

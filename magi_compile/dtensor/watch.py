@@ -114,7 +114,9 @@ class Passes:
         self._raise_in, self._end = raise_in or raise_in_thread, end or end_process
         self._pending: deque[Enqueued] = deque()
         self._number = self._warned = 0
-        self._thread = threading.get_ident()  # of the last forward: a backward may have another
+        self._thread = (
+            threading.get_ident()
+        )  # of the last forward that was called: a backward may have another
         self._is_taken = threading.Event()
         self._failed = 0.0
         self._resumed = -math.inf
@@ -132,11 +134,12 @@ class Passes:
             RuntimeError: ranks were late for an earlier one.
         """
         if self.error is not None:
-            if is_backward:  # on a thread of autograd, for the one that has called it
+            if is_backward or _compat.is_in_backward():  # for the thread that called `backward`
                 withdraw(self._is_taken)
             self._is_taken.set()
             raise RuntimeError(self.error)
-        if not is_backward:
+        # What a backward computes again runs on a thread of autograd, which sleeps afterwards and would raise nothing.
+        if not is_backward and not _compat.is_in_backward():
             self._thread = threading.get_ident()
         self._number += 1
         return self._number

@@ -183,6 +183,17 @@ def test_the_error_of_a_backward_is_raised_where_the_forward_was_called():
     assert scene.thread == threading.get_ident()
 
 
+def test_a_forward_that_a_backward_computes_again_is_not_called_there(monkeypatch):
+    scene = Scene()
+    scene.enqueue(Event()).is_done = True
+    monkeypatch.setattr(_compat, "is_in_backward", lambda: True)
+    thread = threading.Thread(target=scene.enqueue, args=(Event(),))
+    thread.start()
+    thread.join()
+    scene.look(TIMEOUT)
+    assert scene.thread == threading.get_ident()
+
+
 def test_an_error_in_a_thread():
     taken, found = threading.Event(), []
 
