@@ -318,7 +318,7 @@ def _begin_backward_of_eager(
 ) -> None:
     """Begins to compile the backward while the forward is compiled and runs, where tensors need gradients: those of
     graphs do not say so, and have begun it already."""
-    compiled = _as_compiled(kernel)
+    compiled = _as_compiled(kernel)  # type: ignore[arg-type]  # hashed by identity
     if compiled is None:
         return
     of_tables = [x.requires_grad for x in options.tables or ()]
@@ -331,7 +331,7 @@ def _begin_backward_of_eager(
 
 
 @lru_cache(maxsize=64)
-def _as_compiled(kernel: Any) -> CompiledKernel | None:
+def _as_compiled(kernel: Kernel) -> CompiledKernel | None:
     """The kernel, if it is one of these: to ask costs 20 microseconds."""
     return kernel if isinstance(kernel, CompiledKernel) else None
 
