@@ -244,7 +244,11 @@ def _set_error(thread: int, message: str, is_taken: threading.Event) -> bool:
         for event in are_taken:
             event.set()
 
-    error = ctypes.py_object(type("LateRankError", (RuntimeError,), {"__init__": __init__}))
+    def __reduce__(self: RuntimeError) -> tuple[type[RuntimeError], tuple[str]]:
+        return RuntimeError, (message,)  # to other processes
+
+    methods = {"__init__": __init__, "__reduce__": __reduce__}
+    error = ctypes.py_object(type("LateRankError", (RuntimeError,), methods))
     if not ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error):
         return False  # the thread has ended
     _raised[:] = [_Raised(thread, message, are_taken)]

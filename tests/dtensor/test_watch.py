@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -202,13 +203,13 @@ def test_an_error_in_a_thread():
             while True:
                 time.sleep(0.01)
         except RuntimeError as error:
-            found.append(str(error))
+            found.extend([error, pickle.loads(pickle.dumps(error))])
 
     thread = threading.Thread(target=run)
     thread.start()
     raise_in_thread(thread.ident, "late", taken)
     thread.join(10)
-    assert found == ["late"]
+    assert [str(x) for x in found] == ["late", "late"]
     assert taken.is_set()
 
 
