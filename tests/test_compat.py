@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from magi_compile import _compat
 from magi_compile._compat import inductor
@@ -95,3 +96,37 @@ def test_versions_of_tensors():
     assert _compat.version_of(tensor) == before + 1
     with torch.inference_mode():
         assert _compat.version_of(torch.zeros(3)) == 0
+
+
+def test_a_group_without_a_timeout_has_that_of_pytorch():
+    """As one of the backend "fake", and of others that have no options."""
+
+    class Backend:
+        @property
+        def options(self):
+            raise RuntimeError("no options")
+
+    default = torch.distributed.constants.default_pg_timeout
+    for backend in (SimpleNamespace(options=None), SimpleNamespace(), Backend()):
+        group = SimpleNamespace(_device_types=["cpu"], _get_backend=lambda device, x=backend: x)
+        assert _compat.timeout_of(group) == default
+
+
+def test_a_store_that_cannot_be_cloned_is_shared(monkeypatch):
+    class Store(torch.distributed.Store):
+        pass
+
+    store = Store()
+    monkeypatch.setattr("magi_compile._compat.distributed.store_of", lambda group: store)
+    assert _compat.own_store_of(None) is store
+
+
+def test_in_a_backward():
+    found = []
+    x = torch.ones(1, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(
+        lambda x: found.append(_compat.is_in_backward()) or x.exp(), x, use_reentrant=False
+    )
+    y.backward()
+    assert found == [False, True]
+    assert not _compat.is_in_backward()

@@ -71,7 +71,7 @@ from magi_compile._compat.inductor import (
     is_pre_grad_pass_of_ours,
     pre_grad_pass,
 )
-from magi_compile._compat.modes import outside_of_modes, without_autograd
+from magi_compile._compat.modes import is_in_backward, outside_of_modes, without_autograd
 from magi_compile._compat.tracing import (
     differ,
     fake_mode_of,

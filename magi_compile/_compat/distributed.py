@@ -32,13 +32,23 @@ def store_of(group: Any) -> Any:
 def own_store_of(group: Any) -> Any:
     """`store_of` with a connection of its own, if PyTorch can make one: calls of other threads do not hold it up."""
     store = store_of(group)
-    return store.clone() if hasattr(store, "clone") else store
+    try:
+        return store.clone()
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # of this PyTorch, or of a store that somebody else wrote
+        return store
 
 
 def timeout_of(group: Any, device: torch.device | None = None) -> datetime.timedelta:
-    """The timeout of a process group: of its backend for `device`, or of one of its backends."""
+    """The timeout of a process group: of its backend for `device`, or of one of its backends; PyTorch's default where
+    that has none, as "fake" and what others wrote may not."""
     device = group._device_types[0] if device is None else device
-    return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+    try:
+        return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):
+        return torch.distributed.constants.default_pg_timeout
 
 
 def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:

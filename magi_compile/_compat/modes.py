@@ -67,6 +67,11 @@ def without_autograd() -> Iterator[None]:
         yield
 
 
+def is_in_backward() -> bool:
+    """True on a thread that runs a backward of autograd, also for what is computed again there."""
+    return torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined,no-any-return]
+
+
 def _traces() -> bool:
     """True if a dispatch mode is there that makes a graph of what is done: that one stays."""
     keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ from magi_compile.ops.validation import DTYPES
 EVERY = 256  # calls of a group with tensors on GPUs
 KEPT = 1024  # kinds of calls
 SECONDS_TO_SAY_SO = 5.0  # once an exchange has failed
+SECONDS_BETWEEN_QUESTIONS = 0.05
 
 _NAMES = ("auto", *COLLECTIVES)
 
@@ -278,16 +279,16 @@ def _who_is_silent(said: bytes, number: int, group: dist.ProcessGroup) -> list[i
     try:
         store = _compat.store_of(group)
         store.set(_key(number, group.rank()), said)
-        keys = {rank: _key(number, rank) for rank in range(group.size())}
+        silent = [*range(group.size())]
         end = time.monotonic() + min(
             _compat.timeout_of(group).total_seconds() / 4, SECONDS_TO_SAY_SO
         )
-        while silent := [rank for rank, key in keys.items() if not store.check([key])]:
+        while silent := [rank for rank in silent if not store.check([_key(number, rank)])]:
             if time.monotonic() > end:
                 break
-            time.sleep(0.01)
+            time.sleep(SECONDS_BETWEEN_QUESTIONS)  # all ranks ask one host
         return silent
-    except RuntimeError:  # the store has gone too
+    except (RuntimeError, ValueError, KeyError):  # the store, or its group, has gone too
         return []
 
 

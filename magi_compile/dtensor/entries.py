@@ -74,6 +74,15 @@ class Packing(NamedTuple):
                     f"`q` must have the {have} {what} that have masks of their own, got {number}; where "
                     "ranks share them, pass DTensors, which say whose they are"
                 )
+        for what, begin, number, end in (
+            ("batch entries", first_entry, batch, all_entries),
+            ("heads", first_head, heads[0], all_heads),
+        ):
+            if not 0 <= begin <= end - number:
+                raise ValueError(
+                    f"`share` must place the {number} {what} of `q` among the {end} of all ranks, got {begin} as the "
+                    "first"
+                )
         # Where all have the same mask, a share of them begins in front of it.
         first = (first_entry if entries.batch > 1 else 0, first_head if entries.heads > 1 else 0)
         if entries.heads > 1:

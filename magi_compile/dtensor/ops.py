@@ -172,7 +172,7 @@ def _cp_ffa_bwd(
         dout, queries, out = (packed(x, packing.queries) for x in (dout, queries, out))
         lse = packed_rows(lse, packing.queries)
         dlse = None if dlse is None else packed_rows(dlse, packing.queries)
-    with watched(execution.group, q.device, is_backward=True):
+    with watched(execution.group, q.device, execution.reduce_group, is_backward=True):
         dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
     if packing is not PLAIN:
         dq = unpacked(dq, packing.queries).contiguous()

@@ -94,22 +94,37 @@ class RollCall:
         return f"{ranks} did not take part in time: ended, stopped, or busy with something else"
 
     def _run(self) -> None:
-        store = None
+        store, keys = None, _Keys(self._size)
         while (number := self._number) is not None:
             try:
                 store = store or self._store()
-                self._rounds.append(self._round(store, number))
+                self._rounds.append(self._round(store, keys, number))
             except (RuntimeError, ValueError, KeyError):  # the store, or its group, has gone
                 store = None
             time.sleep(self._pause)
         self._thread = None
 
-    def _round(self, store: Any, number: int) -> _Round:
+    def _round(self, store: Any, keys: _Keys, number: int) -> _Round:
         self._beat += 1
         store.set(_key(self._rank), f"{number} {self._beat}")
-        keys = {rank: _key(rank) for rank in range(self._size)}
-        said = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-        return _Round(time.monotonic(), said)
+        return _Round(time.monotonic(), keys.read(store))
+
+
+class _Keys:
+    """The keys of all ranks; those that are there are read by one request, since many ranks share the store's host."""
+
+    def __init__(self, size: int):
+        self._there: list[int] = []
+        self._missing = list(range(size))
+
+    def read(self, store: Any) -> dict[int, bytes]:
+        new = [rank for rank in self._missing if store.check([_key(rank)])]
+        if new:
+            self._there += new
+            self._missing = [rank for rank in self._missing if rank not in new]
+        keys = [_key(rank) for rank in self._there]
+        said = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+        return dict(zip(self._there, said, strict=True))
 
 
 def _key(rank: int) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import math
 import os
 import sys
 import threading
@@ -43,6 +44,7 @@ MOST_SECONDS = 1.0  # between two looks
 LOOKS = 10  # within a timeout, at least
 LOOKS_BEFORE_ROLL_CALL = 2
 SECONDS_TO_TAKE_AN_ERROR = 10.0
+SECONDS_OF_A_STOP = 5.0  # by which a look is late only where this process did not run
 SECONDS_OF_RELEASE = 0.02  # between two: streams that were released may wait again
 
 
@@ -112,9 +114,12 @@ class Passes:
         self._raise_in, self._end = raise_in or raise_in_thread, end or end_process
         self._pending: deque[Enqueued] = deque()
         self._number = self._warned = 0
-        self._thread = threading.get_ident()  # of the last forward: a backward may have another
+        self._thread = (
+            threading.get_ident()
+        )  # of the last forward that was called: a backward may have another
         self._is_taken = threading.Event()
         self._failed = 0.0
+        self._resumed = -math.inf
 
     def begin(self, *, is_backward: bool) -> int:
         """The number of a pass that the host is about to enqueue.
@@ -129,9 +134,12 @@ class Passes:
             RuntimeError: ranks were late for an earlier one.
         """
         if self.error is not None:
+            if is_backward or _compat.is_in_backward():  # for the thread that called `backward`
+                withdraw(self._is_taken)
             self._is_taken.set()
             raise RuntimeError(self.error)
-        if not is_backward:
+        # What a backward computes again runs on a thread of autograd, which sleeps afterwards and would raise nothing.
+        if not is_backward and not _compat.is_in_backward():
             self._thread = threading.get_ident()
         self._number += 1
         return self._number
@@ -139,6 +147,11 @@ class Passes:
     def enqueued(self, number: int, event: Event, *, is_backward: bool) -> None:
         """The host has enqueued a pass, behind which is `event`."""
         self._pending.append(Enqueued(number, self._clock(), event, is_backward))
+
+    def was_stopped(self) -> None:
+        """This process did not run for a while, as under a scheduler that suspends jobs: other ranks may have been
+        stopped as well, and have their timeout from now on."""
+        self._resumed = self._clock()
 
     def look(self) -> float | None:
         """One look at the oldest pass.
@@ -154,7 +167,10 @@ class Passes:
             self._roll_call.leave()
             return None
         oldest, timeout = self._pending[0], self._timeout()
-        pause, age = min(MOST_SECONDS, timeout / LOOKS), self._clock() - oldest.time
+        pause, age = (
+            min(MOST_SECONDS, timeout / LOOKS),
+            self._clock() - max(oldest.time, self._resumed),
+        )
         if age >= timeout:
             self._fail(oldest, timeout)
             return self._look_after_the_error()
@@ -174,11 +190,13 @@ class Passes:
         )
 
     def _fail(self, late: Enqueued, timeout: float) -> None:
-        self.error = self._in_words(late, timeout, timeout)
-        logger.error("%s", self.error)
+        message = self._in_words(late, timeout, timeout)
         self._failed = self._clock()
-        # Before what waits is released: nothing may go on with rows that are not there.
-        self._raise_in(self._thread, self.error, self._is_taken)
+        # Nothing in between, for which `begin` could raise it as well. And before what waits is released: nothing may
+        # go on with rows that are not there.
+        self.error = message
+        self._raise_in(self._thread, message, self._is_taken)
+        logger.error("%s", message)
 
     def _look_after_the_error(self) -> float | None:
         assert self.error is not None
@@ -193,19 +211,58 @@ class Passes:
         return SECONDS_OF_RELEASE
 
 
+class _Raised(NamedTuple):
+    """An error that a thread is to raise, or has raised."""
+
+    thread: int
+    message: str
+    are_taken: tuple[threading.Event, ...]
+
+
+_raised: list[_Raised] = []  # the last one
+_raising = threading.Lock()
+
+
 def raise_in_thread(thread: int, message: str, is_taken: threading.Event) -> None:
-    """Raises a RuntimeError in a thread as soon as that runs Python; `is_taken` is set then."""
+    """Raises a RuntimeError in a thread as soon as that runs Python; `is_taken` is set then.
+
+    A thread has room for one: another that it has not raised yet becomes a part of this one.
+    """
+    with _raising:
+        idents = (thread, threading.main_thread().ident or 0)
+        any(_set_error(ident, message, is_taken) for ident in idents)
+
+
+def _set_error(thread: int, message: str, is_taken: threading.Event) -> bool:
+    are_taken: tuple[threading.Event, ...] = (is_taken,)
+    for before in _raised:
+        if before.thread == thread and not before.are_taken[0].is_set():
+            message, are_taken = f"{before.message}\n{message}", (*before.are_taken, is_taken)
 
     def __init__(self: RuntimeError) -> None:
         RuntimeError.__init__(self, message)
-        is_taken.set()
+        for event in are_taken:
+            event.set()
 
-    error = type("LateRankError", (RuntimeError,), {"__init__": __init__})
-    for ident in (thread, threading.main_thread().ident or 0):
-        if ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(ident), ctypes.py_object(error)
-        ):
-            return
+    def __reduce__(self: RuntimeError) -> tuple[type[RuntimeError], tuple[str]]:
+        return RuntimeError, (message,)  # to other processes
+
+    methods = {"__init__": __init__, "__reduce__": __reduce__}
+    error = ctypes.py_object(type("LateRankError", (RuntimeError,), methods))
+    if not ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error):
+        return False  # the thread has ended
+    _raised[:] = [_Raised(thread, message, are_taken)]
+    return True
+
+
+def withdraw(is_taken: threading.Event) -> None:
+    """Takes back what `raise_in_thread` was given with `is_taken`, if no thread has raised it yet."""
+    with _raising:
+        for raised in _raised:
+            if is_taken in raised.are_taken and not is_taken.is_set():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(raised.thread), None)
+                for event in raised.are_taken:
+                    event.set()
 
 
 def end_process(message: str) -> None:
@@ -216,48 +273,69 @@ def end_process(message: str) -> None:
 
 
 class Watch:
-    """The thread that looks after the passes of all groups. It sleeps while nothing is under way."""
+    """The thread that looks after the passes of all groups. It sleeps while nothing is under way.
+
+    Attributes:
+        is_over: whether it looks no longer.
+    """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None):
         self._prepare = prepare
         self._passes: list[weakref.ref[Passes]] = []
         self._has_work = threading.Event()
-        self._is_over = False
+        self.is_over = False
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def add(self, passes: Passes) -> None:
         """Looks after these passes, too."""
-        self._passes = [x for x in self._passes if x() is not None] + [weakref.ref(passes)]
+        with self._starting:
+            self._passes = [x for x in self._passes if x() is not None] + [weakref.ref(passes)]
 
     def wake(self) -> None:
         """Something is under way."""
         if self._has_work.is_set():
             return
         self._has_work.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="magi-watch", daemon=True)
-            self._thread.start()
-            atexit.register(self.stop)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="magi-watch", daemon=True)
+                self._thread.start()
+                atexit.register(self.stop)
 
     def stop(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self._has_work.set()
 
     def _run(self) -> None:
-        self._prepare()
-        while True:
-            self._has_work.wait()
-            if self._is_over:
-                return
-            self._has_work.clear()
-            pause = self.look()
-            if pause is not None:
-                self._has_work.set()
-                time.sleep(pause)
+        try:
+            self._prepare()
+            while True:
+                self._has_work.wait()
+                if self.is_over:
+                    return
+                self._has_work.clear()
+                pause = self.look()
+                if pause is not None:
+                    self._has_work.set()
+                    self._sleep(pause)
+        except Exception:
+            logger.exception("from here on, nobody looks after ranks that are late")
+            self.is_over = True
+
+    def _sleep(self, pause: float) -> None:
+        begin = time.monotonic()
+        time.sleep(pause)
+        if time.monotonic() - begin > pause + SECONDS_OF_A_STOP:
+            for passes in self._all():
+                passes.was_stopped()
+
+    def _all(self) -> list[Passes]:
+        return [passes for ref in self._passes if (passes := ref()) is not None]
 
     def look(self) -> float | None:
         """One look at all passes; seconds until the next one."""
-        pauses = [passes.look() for ref in self._passes if (passes := ref()) is not None]
+        pauses = [passes.look() for passes in self._all()]
         return min((x for x in pauses if x is not None), default=None)
 
 
@@ -273,7 +351,7 @@ class _Watched:
         self.number = self.passes.begin(is_backward=self.is_backward)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        if kind is None and not _watch.is_over:
             event = torch.cuda.current_stream(self.device).record_event()
             self.passes.enqueued(self.number, event, is_backward=self.is_backward)
             _watch.wake()
@@ -290,11 +368,19 @@ def _prepare() -> None:
 
 _watch = Watch(_prepare)
 _passes: weakref.WeakKeyDictionary[dist.ProcessGroup, Passes] = weakref.WeakKeyDictionary()
+# The groups whose streams may wait in passes of a group: that one, and those of its gradients.
+_moving: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 _UNWATCHED: AbstractContextManager[None] = nullcontext()
 
 
 def watched(
-    group: dist.ProcessGroup, device: torch.device, *, is_backward: bool
+    group: dist.ProcessGroup,
+    device: torch.device,
+    reduce_group: dist.ProcessGroup | None = None,
+    *,
+    is_backward: bool,
 ) -> AbstractContextManager[None]:
     """A context in which the host enqueues a pass, which becomes an error if ranks are late.
 
@@ -303,6 +389,7 @@ def watched(
     Args:
         group: the ranks.
         device: of the rows. On CPUs ranks wait in calls that time out.
+        reduce_group: of the same ranks, for gradients; None for `group`.
         is_backward: whether it is a backward.
 
     Returns:
@@ -314,19 +401,24 @@ def watched(
     if passes is None:
         passes = _passes[group] = _passes_of(group, device)
         _watch.add(passes)
+    if reduce_group is not None and reduce_group is not group:
+        _moving[group].add(reduce_group)
     return _Watched(passes, device, is_backward=is_backward)
 
 
 def _passes_of(group: dist.ProcessGroup, device: torch.device) -> Passes:
     """Those of a group, which they do not keep alive."""
     here = weakref.ref(group)
-    _compat.timeout_of(group, device)  # what is not there is an error here, and not on the thread
+    moving = _moving[group] = weakref.WeakSet([group])
 
     def timeout() -> float:
-        try:
-            return _compat.timeout_of(here(), device).total_seconds()
-        except (RuntimeError, AttributeError):  # the group was destroyed
-            return float("inf")
+        alive = here()
+        # Nobody waits for a group that was destroyed.
+        return math.inf if alive is None else _compat.timeout_of(alive, device).total_seconds()
+
+    def release_all() -> None:
+        for x in list(moving):
+            release(x)
 
     roll_call = RollCall(lambda: _compat.own_store_of(here()), group.rank(), group.size())
-    return Passes(group.group_name, group.rank(), timeout, roll_call, release)
+    return Passes(group.group_name, group.rank(), timeout, roll_call, release_all)

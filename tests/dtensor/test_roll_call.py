@@ -5,7 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from magi_compile.dtensor.roll_call import RollCall
+from magi_compile.dtensor.roll_call import KEY, RollCall
 
 PAUSE = 0.02
 
@@ -68,6 +68,35 @@ def test_what_was_said_long_ago_does_not_count(calls):
 def test_all_wait(calls):
     wait(calls, (5, 5, 5))
     assert calls[0].of_absent(5).startswith("all ranks wait in it; a GPU hangs")
+
+
+def test_a_round_of_many_ranks_is_few_requests():
+    """All ranks ask one host, at the same time, each moment."""
+    asked, said = [], {f"{KEY}/{rank}": b"1 1" for rank in range(1, 100)}
+
+    class Store:
+        def set(self, key, value):
+            said[key] = value.encode()
+
+        def check(self, keys):
+            asked.append("check")
+            return all(key in said for key in keys)
+
+        def has_extended_api(self):
+            return True
+
+        def multi_get(self, keys):
+            asked.append("multi_get")
+            return [said[key] for key in keys]
+
+    call = RollCall(Store, 0, 101)
+    wait([call], [1])
+    call.leave()
+    first = asked.index("multi_get")
+    assert first == 101
+    assert set(asked[first + 2 :: 2]) == {"multi_get"}
+    assert set(asked[first + 1 :: 2]) == {"check"}  # of the one that has not said anything
+    assert call._rounds[-1].said.keys() == set(range(100))
 
 
 def hang(*_):

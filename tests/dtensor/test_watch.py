@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -183,6 +184,17 @@ def test_the_error_of_a_backward_is_raised_where_the_forward_was_called():
     assert scene.thread == threading.get_ident()
 
 
+def test_a_forward_that_a_backward_computes_again_is_not_called_there(monkeypatch):
+    scene = Scene()
+    scene.enqueue(Event()).is_done = True
+    monkeypatch.setattr(_compat, "is_in_backward", lambda: True)
+    thread = threading.Thread(target=scene.enqueue, args=(Event(),))
+    thread.start()
+    thread.join()
+    scene.look(TIMEOUT)
+    assert scene.thread == threading.get_ident()
+
+
 def test_an_error_in_a_thread():
     taken, found = threading.Event(), []
 
@@ -191,14 +203,125 @@ def test_an_error_in_a_thread():
             while True:
                 time.sleep(0.01)
         except RuntimeError as error:
-            found.append(str(error))
+            found.extend([error, pickle.loads(pickle.dumps(error))])
 
     thread = threading.Thread(target=run)
     thread.start()
     raise_in_thread(thread.ident, "late", taken)
     thread.join(10)
-    assert found == ["late"]
+    assert [str(x) for x in found] == ["late", "late"]
     assert taken.is_set()
+
+
+def test_two_groups_wait_for_the_same_rank():
+    """A thread raises one error for both, which ends nothing and comes once."""
+    taken, found, is_free = [threading.Event() for _ in range(3)], [], threading.Lock()
+    is_free.acquire()
+
+    def run():
+        for _ in range(6):
+            try:
+                is_free.acquire(timeout=0.5)  # without Python
+            except RuntimeError as error:
+                found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.1)
+    for number, is_taken in enumerate(taken):
+        raise_in_thread(thread.ident, f"late in {number}", is_taken)
+    time.sleep(1)
+    assert found == ["late in 0\nlate in 1\nlate in 2"]
+    assert all(x.is_set() for x in taken)
+    raise_in_thread(thread.ident, "late again", again := threading.Event())
+    thread.join(20)
+    assert found[1:] == ["late again"]
+    assert again.is_set()
+
+
+def test_an_error_of_a_backward_comes_once():
+    """What a thread of autograd raises comes out of the call of `backward`, and no second one behind it."""
+    now, found, is_over = [0.0], [], threading.Lock()
+    passes = Passes("cp", 0, lambda: TIMEOUT, Scene(), lambda: None, clock=lambda: now[0])
+    is_over.acquire()
+
+    def autograd():
+        passes.enqueued(1, Event(), is_backward=True)
+        now[0] = TIMEOUT
+        passes.look()
+        try:
+            passes.begin(is_backward=True)
+        except RuntimeError as error:
+            found.append(str(error))
+        is_over.release()
+
+    def run():
+        passes.begin(is_backward=False)
+        threading.Timer(0.1, autograd).start()
+        try:
+            is_over.acquire()  # without Python, as in `backward`
+            for _ in range(20):
+                time.sleep(0.01)
+        except RuntimeError:
+            found.append("again")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    assert len(found) == 1
+    assert "pass 1: rank 1 is not in 1" in found[0]
+
+
+def test_a_process_that_was_stopped_waits_once_more():
+    """As under a scheduler that suspends a job: others go on a moment later than this rank."""
+    scene = Scene()
+    scene.enqueue(Event())
+    scene.now += 10 * TIMEOUT
+    scene.passes.was_stopped()
+    assert scene.look(0.9 * TIMEOUT) is not None
+    assert scene.passes.error is None
+    scene.look(0.1 * TIMEOUT)
+    assert "has waited 20 s" in scene.passes.error
+
+
+def test_a_late_look_says_that_the_process_was_stopped(monkeypatch):
+    stopped = []
+
+    class Late:
+        def look(self):
+            return None if stopped else 0.1
+
+        def was_stopped(self):
+            stopped.append(1)
+
+    late, watcher = Late(), Watch()
+    monkeypatch.setattr(watch, "SECONDS_OF_A_STOP", -0.05)
+    watcher.add(late)
+    watcher.wake()
+    time.sleep(0.5)
+    watcher.stop()
+    watcher._thread.join(10)
+    assert stopped == [1]
+
+
+def test_a_watch_that_fails_says_so_and_keeps_no_events(monkeypatch, caplog):
+    def prepare():
+        raise ImportError("no bindings")
+
+    watcher, stream = Watch(prepare), Gpu()
+    group = torch.distributed.HashStore()  # anything that can be referred to
+    passes = Passes("cp", 0, lambda: TIMEOUT, Scene(), lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(watch, "is_recorded", lambda device: False)
+    monkeypatch.setattr(watch, "_watch", watcher)
+    monkeypatch.setattr(watch, "_passes", {group: passes})
+    for _ in range(3):
+        with watch.watched(group, torch.device("cuda"), is_backward=False):
+            pass
+        if watcher._thread is not None:
+            watcher._thread.join(10)
+    assert len(passes._pending) == 1
+    assert "nobody looks after ranks that are late" in caplog.text
 
 
 def test_the_thread_sleeps_and_wakes():
@@ -218,6 +341,34 @@ def test_the_thread_sleeps_and_wakes():
     watcher.stop()
     watcher._thread.join(10)
     assert not watcher._thread.is_alive()
+
+
+class Group:
+    """As much of a process group as a watch asks."""
+
+    group_name = "cp"
+
+    def rank(self):
+        return 0
+
+    size = rank
+
+
+def test_groups_that_nobody_waits_for_are_not_released(monkeypatch):
+    """Their next uses would begin early, and nothing would say so."""
+    released, cp, gradients, other = [], Group(), Group(), Group()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu())
+    monkeypatch.setattr(watch, "is_recorded", lambda device: False)
+    monkeypatch.setattr(watch, "_watch", Watch())
+    monkeypatch.setattr(watch, "release", released.append)
+    monkeypatch.setattr(_compat, "timeout_of", lambda group, device: SHORT)
+    for group, reduce_group in ((cp, gradients), (other, None)):
+        for is_backward in (False, True):
+            with watch.watched(group, torch.device("cuda"), reduce_group, is_backward=is_backward):
+                pass
+    watch._passes[cp]._release()
+    assert set(released) == {cp, gradients}
+    watch._watch.stop()
 
 
 # Whole processes, of which one ends or stops
@@ -241,7 +392,7 @@ def wait_for_a_rank(group, how, can_be_released, path):
     patch.setattr(torch.cuda, "current_stream", lambda device: gpu)
     patch.setattr(watch, "is_recorded", lambda device: False)
     patch.setattr(watch, "_watch", Watch())
-    patch.setattr(watch, "release", gpu.is_free.set if can_be_released else lambda: None)
+    patch.setattr(watch, "release", lambda group: gpu.is_free.set() if can_be_released else None)
     patch.setattr(watch, "SECONDS_TO_TAKE_AN_ERROR", 1.0)
     patch.setattr(_compat, "timeout_of", lambda group, device: SHORT)
     gpu.is_free.set()

@@ -50,7 +50,7 @@ class AllToAll:
     ) -> _Reduce:
         return _Reduce(tensors, route.derive(_Order, group.rank()), group)
 
-    def release(self) -> None:
+    def release(self, group: dist.ProcessGroup) -> None:
         """Nothing: what waits are kernels of the backend, which only it can end."""
 
 

@@ -9,7 +9,7 @@ Implementations are listed in `COLLECTIVES` and found by `select`. One is an obj
     casts(tensors, routes, group)        an iterator: each `next` starts the cast of the next route
     outbox(like, route, group)           buffers for the next reduce, best written in place
     start_reduce(tensors, route, group)  starts a reduce
-    release()                            lets go what waits for ranks that do not come
+    release(group)                       lets go what waits for ranks that do not come
 
 Ranks call in the same order with the same number of routes, also those that neither send nor receive. Nothing makes
 the host wait for the device: a call enqueues work behind what the current stream holds, `PendingCast.wait` and
@@ -186,9 +186,9 @@ class Collective(Protocol):
         """Starts to send the rows of the buffers `tensors [num_received, ...]`, of one dtype, home."""
         ...
 
-    def release(self) -> None:
-        """Lets go what waits on this process's devices for ranks that do not come: once more each time, since streams
-        may wait again. For an error: what they go on with is wrong. Called on another thread."""
+    def release(self, group: dist.ProcessGroup) -> None:
+        """Lets go what waits on this process's devices for ranks of `group` that do not come: once more each time,
+        since streams may wait again. For an error: what they go on with is wrong. Called on another thread."""
         ...
 
 
@@ -224,10 +224,10 @@ def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collect
     return chosen[name, device]
 
 
-def release() -> None:
+def release(group: dist.ProcessGroup) -> None:
     """`Collective.release` of all that move rows in this process."""
     for collective in list(_loaded.values()):
-        collective.release()
+        collective.release(group)
 
 
 _chosen: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Collective]] = WeakKeyDictionary()

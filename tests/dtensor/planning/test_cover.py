@@ -197,3 +197,10 @@ def test_no_more_bits_are_kept_than_there_is_room_for(monkeypatch):
         plan_rank(mask, 1, 0)
     assert len(plans) == 2
     assert plan_rank_together(masks[:1], 1, 0)[0].bits is not None
+
+
+@pytest.mark.parametrize("share", [(2, 0, 2, HEADS), (0, HEADS - 1, 2, HEADS), (-1, 0, 2, HEADS)])
+def test_a_share_ends_where_all_entries_do(share):
+    """Masks behind the last one would be somebody else's memory."""
+    with pytest.raises(ValueError, match=r"`share` must place the [12] .* of `q` among the \d+ of"):
+        Packing.of(Entries(2, HEADS), 1, (2, 1), share, has_score=False)

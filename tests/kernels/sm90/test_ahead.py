@@ -190,6 +190,21 @@ def test_an_eager_forward_without_gradients_begins_nothing(asked):
     assert begun == []
 
 
+def test_a_forward_does_not_fail_where_its_backward_would(asked, monkeypatch):
+    """As where gradients of a captured parameter have no code: there may be no backward."""
+
+    def begin_backward(*_, **__):
+        raise NotImplementedError("no gradients")
+
+    _, loaded = asked
+    monkeypatch.setattr(PlanningKernel, "begin_backward", begin_backward)
+    with torch.no_grad():
+        calls(
+            lambda x: x.requires_grad_(x.is_floating_point()), CPU, **CASES["score with gradients"]
+        )
+    assert any("forward" in x.entry for x in loaded)
+
+
 def test_nothing_is_begun_for_a_gpu_that_is_not_there(asked, monkeypatch):
     begun, _ = asked
     monkeypatch.setattr(_compat, "is_in_use", lambda device: False)

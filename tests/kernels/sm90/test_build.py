@@ -182,6 +182,21 @@ def test_a_truncated_file_is_compiled_again(tmp_path, monkeypatch):
     assert cached.read_bytes() == whole
 
 
+def test_what_sources_that_changed_gave_is_not_kept(tmp_path, monkeypatch):
+    """Its name would be that of the sources as they were."""
+    log = "0 bytes spill stores, 0 bytes spill loads\nUsed 100 registers"
+    monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: (b"cubin", log))
+    monkeypatch.setattr(nvrtc, "_digest_now", lambda: "others")
+    nvrtc._digest_of_sources()
+    monkeypatch.setattr(nvrtc, "_digest_now", lambda: "changed")
+    assert nvrtc.compile_variant(VARIANTS[0]) == b"cubin"
+    assert not list(tmp_path.iterdir())
+    nvrtc._digest_of_sources.cache_clear()
+    assert nvrtc.compile_variant(VARIANTS[0]) == b"cubin"
+    assert len(list(tmp_path.iterdir())) == 1
+    nvrtc._digest_of_sources.cache_clear()
+
+
 def test_an_error_holds_the_log(tmp_path):
     wrong = replace(VARIANTS[0], defines=(*VARIANTS[0].defines, ("FFA_ELEMENT", "no_such_type")))
     with pytest.raises(nvrtc.CompileError, match="no_such_type"):

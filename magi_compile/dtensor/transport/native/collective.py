@@ -82,10 +82,10 @@ class NativeCollective:
         self._pull(order.pulls, slot, targets, window.stream, met)
         return _WindowReduce(tensors, arrived, order, window, window.end())
 
-    def release(self) -> None:
-        for windows in list(self._windows.values()):
-            for window in list(windows.values()):
-                window.release()
+    def release(self, group: dist.ProcessGroup) -> None:
+        # Not of other groups: flags that nobody awaits now would let their next uses begin early.
+        for window in list(self._windows.get(group, {}).values()):
+            window.release()
 
     def _window(self, purpose: str, group: dist.ProcessGroup, device: torch.device) -> Window:
         windows = self._windows.setdefault(group, {})

@@ -142,6 +142,7 @@ class Window:
                 num_bytes // 4
             )  # other masks need a little more, and each growth takes 10 to 30 ms
         self._slots.clear()
+        self._flags = []  # `release` comes from another thread, and this memory goes
         num_flags = (NUM_SLOTS + 1) * self._size
         begin = round_up(num_flags * FLAG_BYTES, ALIGNMENT)
         total = round_up(begin + NUM_SLOTS * round_up(num_bytes, ALIGNMENT), GRANULARITY)

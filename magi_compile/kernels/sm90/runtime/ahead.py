@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from magi_compile.kernels.sm90.runtime import launcher_build
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant, compile_variant
@@ -89,13 +90,23 @@ class Compilations:
                         del self._known[variant]
 
     def _compile(self, variant: Variant, cubin: Cubin) -> None:
+        try:
+            with self._in_nvrtc():
+                cubin.set_result(compile_variant(variant))
+        except (
+            BaseException
+        ) as error:  # Ctrl-C as well, wherever it comes: who asks next would wait forever
+            if cubin.done():
+                raise
+            cubin.set_exception(error)
+
+    @contextmanager
+    def _in_nvrtc(self) -> Iterator[None]:
         with self._changes:
             self._changes.wait_for(lambda: self._num_forks == 0)
             self._num_running += 1
         try:
-            cubin.set_result(compile_variant(variant))
-        except BaseException as error:
-            cubin.set_exception(error)
+            yield
         finally:
             with self._changes:
                 self._num_running -= 1

@@ -68,7 +68,9 @@ def compile_variant(variant: Variant) -> bytes:
         raise CompileError(f"{variant} spills {resources.spilled_bytes} bytes of registers:\n{log}")
     if resources.is_wgmma_serialized:
         raise CompileError(f"the compiler serialised the wgmma instructions of {variant}:\n{log}")
-    cubin_cache.write(name, cubin)
+    # Somebody may have edited the sources, or gone to another commit, since the name was made of them.
+    if _digest_now() == _digest_of_sources():
+        cubin_cache.write(name, cubin)
     return cubin
 
 
@@ -139,6 +141,10 @@ def _key(variant: Variant) -> str:
 
 @cache
 def _digest_of_sources() -> str:
+    return _digest_now()
+
+
+def _digest_now() -> str:
     digest = hashlib.sha256(Path(__file__).read_bytes())  # the options
     for path in sorted(source_dir().rglob("*.cu*")):
         digest.update(path.relative_to(source_dir()).as_posix().encode() + path.read_bytes())

@@ -83,7 +83,7 @@ def run_a_release(group):
 
         def release():
             while not is_over.wait(0.02):
-                collective.release()
+                collective.release(group)
 
         thread = threading.Timer(0.5, release)
         thread.start()
@@ -103,6 +103,24 @@ def test_release():
         assert 0.5 <= waited < 10
     finally:
         ranks.close()
+
+
+def test_a_release_is_of_one_group():
+    released = []
+
+    class Window:
+        def __init__(self, name):
+            self.release = lambda: released.append(name)
+
+    class Group:
+        pass
+
+    collective, groups = on_cpus.Emulated(), [Group(), Group()]
+    for number, group in enumerate(groups):
+        collective._windows[group] = {"casts": Window(number)}
+    collective.release(groups[1])
+    collective.release(Group())
+    assert released == [1]
 
 
 def run_attention(group, case, options):

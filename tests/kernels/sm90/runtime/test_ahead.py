@@ -111,6 +111,28 @@ def test_an_error_shows_where_the_kernel_is_needed(compiler, compilations):
     assert len(compiler.asked) == 2
 
 
+def test_who_is_interrupted_while_another_thread_forks_may_ask_again(
+    compiler, compilations, monkeypatch
+):
+    def interrupted(condition):
+        raise KeyboardInterrupt
+
+    compiler.opened.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(compilations._changes, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compilations.cubin_of(VARIANTS[0])
+    found = []
+    asks = threading.Thread(
+        target=lambda: found.append(compilations.cubin_of(VARIANTS[0])), daemon=True
+    )
+    asks.start()
+    asks.join(10)
+    assert found == [b"entry_0"]
+    compilations.before_fork()  # which waits for nobody
+    compilations.after_fork()
+
+
 ENDS = """
 import sys, time
 from magi_compile import warm_up
