@@ -399,6 +399,7 @@ def _with_our_outputs(theirs: Callable[..., set[Any]]) -> Callable[..., set[Any]
     ops = torch.ops.magi
     ours = {
         ops.plan.default,
+        ops.plan_lists.default,
         ops.ffa_fwd.default,
         ops.cp_ffa_fwd.default,
     }
