@@ -269,6 +269,15 @@ def test_block_lists_of_blocks_that_are_not_there():
         compiled()(*qkv(), mask)
 
 
+@pytest.mark.parametrize("count", [-1, 4])
+def test_block_lists_of_more_blocks_than_there_are(count):
+    mask = made(bits)
+    mask.kv_num_blocks[0, 0, 1] = count
+    words = rf"`block_mask.kv_num_blocks` must be from 0 to 3, .*, but it holds {count}"
+    with pytest.raises(MaskDataError, match=words):
+        compiled()(*qkv(), mask)
+
+
 def test_explained():
     explanation = magi_compile.explain(attend, *(x.detach() for x in qkv()), made(by_head))
     (call,) = explanation.calls

@@ -80,12 +80,18 @@ class BlockLists(NamedTuple):
         return partial, full[0] if full else torch.zeros_like(partial)
 
     def index_checks(self, num_q: int, num_k: int) -> list[MaskCheck]:
-        """That every block they list is one of `num_q` times `num_k`."""
+        """That every block they list is one of `num_q` times `num_k`, and that counts are those of indices."""
         self.check_lengths(num_q)
         checks = []
         for name, (num_blocks, indices) in zip(("kv", "full_kv"), self.kinds, strict=False):
             num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :]
-            number = torch.arange(indices.shape[-1], device=indices.device)
+            most = indices.shape[-1]
+            is_wrong = ((num_blocks < 0) | (num_blocks > most)).flatten()
+            first = is_wrong.to(torch.uint8).argmax() if is_wrong.numel() else is_wrong.sum()
+            wrong = num_blocks.flatten().take(first) if is_wrong.numel() else first
+            words = f"`block_mask.{name}_num_blocks` must be from 0 to {most}, the columns of its indices"
+            checks.append(MaskCheck(~is_wrong.any(), words, "it holds {}", (wrong,)))
+            number = torch.arange(most, device=indices.device)
             is_bad = (number < num_blocks[..., None]) & ((indices < 0) | (indices >= num_k))
             flat = is_bad.flatten()
             found = (
