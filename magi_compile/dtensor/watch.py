@@ -275,6 +275,9 @@ def end_process(message: str) -> None:
 class Watch:
     """The thread that looks after the passes of all groups. It sleeps while nothing is under way.
 
+    Args:
+        prepare: what the thread does first.
+
     Attributes:
         is_over: whether it looks no longer.
     """
