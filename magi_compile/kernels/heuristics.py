@@ -258,8 +258,7 @@ def map_passes(problem: AttnProblem, total_q: int, l2_bytes: int) -> int:
     the cache."""
     if problem.block_map is None:
         return 0
-    row_bytes = hopper_head_dim(problem) * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
-    head_bytes = total_q // problem.block_map.batch * row_bytes
+    head_bytes = total_q // problem.block_map.batch * _query_bytes(problem)
     is_small = l2_bytes < _SMALL_L2_BYTES
     cached_bytes = _MAP_CACHED_BYTES_OF_SMALL_L2 if is_small else _MAP_CACHED_BYTES
     if head_bytes * problem.qhead_per_kvhead <= cached_bytes:
@@ -273,13 +272,17 @@ def backward_passes(
     """For `num_tiles` of each head: as many heads as tiles keep the SMs busy times,
     since items of several heads end later."""
     waves = num_tiles * section_heads / (_BACKWARD_LEAST_WAVES * num_sms)
-    row_bytes = hopper_head_dim(problem) * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
-    block_bytes = backward_config(problem).block_cols * row_bytes
+    block_bytes = backward_config(problem).block_cols * _query_bytes(problem)
     group = problem.qhead_per_kvhead
     most_heads = min(int(waves), group) if group > 1 else 0
     is_small = l2_bytes < _SMALL_L2_BYTES
     cached_bytes = _BACKWARD_CACHED_BYTES_OF_SMALL_L2 if is_small else _BACKWARD_CACHED_BYTES
     return BackwardPasses(most_heads, cached_bytes // block_bytes, _LEAST_VISITS_OF_PASS)
+
+
+def _query_bytes(problem: AttnProblem) -> int:
+    """The bytes that the backward moves for a query of one head: q, dout and the sums of dq."""
+    return hopper_head_dim(problem) * (2 * problem.dtype.itemsize + 4)
 
 
 def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:

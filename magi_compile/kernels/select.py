@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.mapped import MappedKernel
+from magi_compile.kernels.mapped import MappedKernel, block_map_of
 from magi_compile.kernels.scored import ScoredKernel
+from magi_compile.plan.block_map import ListShape
 from magi_compile.score.program import ScoreProgram
 
 # "module:class" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
@@ -108,6 +110,35 @@ def select(
         passed_over[name] = tuple(reasons)
     listed = "\n".join(f"  {name}: {why}" for name, whys in passed_over.items() for why in whys)
     raise NotImplementedError(f"no kernel can run {problem}:\n{listed}")
+
+
+def select_for_lists(
+    problem: AttnProblem,
+    shape: ListShape,
+    force: str | None = None,
+    score: ScoreNeeds | None = None,
+) -> tuple[AttnProblem, Selection]:
+    """The kernel that walks block lists of `shape`, see `select`.
+
+    Args:
+        problem: what is asked for, without a block map.
+        shape: of the lists, with lengths that may be SymInts.
+        force: the name of the only kernel to consider.
+        score: the score program that the kernel has to run.
+
+    Returns:
+        The problem with the block map of the lists, and the kernel.
+
+    Raises:
+        NotImplementedError: if no kernel walks them; the message says why.
+    """
+    problem = replace(problem, block_map=block_map_of(shape))
+    selection = select(problem, force, score)
+    kernel = selection.kernel
+    assert isinstance(kernel, MappedKernel)  # others refuse
+    if reasons := kernel.list_refusals(shape):
+        raise NotImplementedError(f"kernel {kernel.name!r} {'; '.join(reasons)}")
+    return problem, selection
 
 
 def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -> list[str]:

@@ -9,8 +9,7 @@ import torch
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.mapped import MappedKernel, block_map_of
-from magi_compile.kernels.select import Selection, problem_of, select
+from magi_compile.kernels.select import Selection, problem_of, select, select_for_lists
 from magi_compile.lowering.emit import value_of
 from magi_compile.lowering.flex_call import FlexCall
 from magi_compile.lowering.masks import MaskRoute
@@ -78,15 +77,10 @@ def _by_lists(
     there are no lists that say all."""
     if route.lists is None:
         return []
-    problem = replace(problem, block_map=block_map_of(route.lists))
     try:
-        selection = select(problem, options.kernel, scores.needs)
+        problem, selection = select_for_lists(problem, route.lists, options.kernel, scores.needs)
     except NotImplementedError as error:
         return [str(error)]
-    kernel = selection.kernel
-    assert isinstance(kernel, MappedKernel)  # others refuse
-    if refusals := kernel.list_refusals(route.lists):
-        return [f"kernel {kernel.name!r} {why}" for why in refusals]
     return Analysis((), problem, route.by_lists(), scores, selection)
 
 

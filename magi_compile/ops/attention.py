@@ -181,11 +181,11 @@ def _attend(
     plan: list[Tensor] | None = None,
 ) -> AttnOutput:
     """Attention over `slices`, or over a `plan` that says all without these."""
-    rest: tuple[Any, ...] = ([], plan, float(softmax_scale), float(softcap), kernel)
+    given = float(softmax_scale), float(softcap), kernel
+    rest: tuple[Any, ...] = ([], plan, *given)
     bits = None
     if slices is not None:
         bits = slices.bits
-        given = float(softmax_scale), float(softcap), kernel
         rest = _with_slices((q, k, v), slices, *given, scored, return_max_scores)
     if bits is not None or scored is not None or return_max_scores:
         options = Options(*rest)._replace(bits=bits, return_max_scores=return_max_scores)

@@ -41,7 +41,6 @@ struct QueryLines {
     int num_words;        // of a line
     int blocks_of_tile;   // bits of a line for each tile of keys, 1 or 2
     int tiles_of_entry;   // of keys
-    int unused;
 };
 
 static_assert(sizeof(QueryLines) == 40, "packed by magi_compile/kernels/sm90/params.py");

@@ -125,7 +125,7 @@ QUERY_LINES = Struct(
     "backward::QueryLines",
     _addresses("words")
     | _ints("seqlen", "rows", "lines_of_entry", "lines_of_head")
-    | _ints("num_words", "blocks_of_tile", "tiles_of_entry", "unused"),
+    | _ints("num_words", "blocks_of_tile", "tiles_of_entry"),
 )
 BACKWARD = Struct(
     "backward::BackwardParams",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem, CompiledKernel
 from magi_compile.kernels.mapped import MappedKernel, block_map_of, fake_plan_of_lists
 from magi_compile.kernels.plan import Plan, pack
-from magi_compile.kernels.select import ScoreNeeds, select
+from magi_compile.kernels.select import ScoreNeeds, select_for_lists
 from magi_compile.masks.block_mask import reached_by, shows_everything
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops.library import chosen_for
@@ -125,24 +124,21 @@ def plan_of_block_mask(
     shape = shape_of_lists(lists, block_size, *sizes)
     if shape.heads not in (1, problem.nheads_q):
         return []
-    problem = replace(problem, block_map=block_map_of(shape))
     try:
-        kernel = select(problem, score=score).kernel
+        problem, selection = select_for_lists(problem, shape, score=score)
     except NotImplementedError:
         return []
-    if not isinstance(kernel, MappedKernel) or kernel.list_refusals(shape):
-        return []
+    kernel = selection.kernel
+    assert isinstance(kernel, MappedKernel)
 
     def make() -> Made:
         reached, plan = reached_by(block_mask), []
         if shows_everything(block_mask.mask_mod, device):
             plan = pack(kernel.plan_lists(lists, shape, problem))
         watched = [x for x in given if x is not None]
-        return (
-            Made(plan, watched, reached.is_unchanged)
-            if reached.is_unchanged()
-            else Made(plan, None)
-        )
+        if not reached.is_unchanged():
+            return Made(plan, None)
+        return Made(plan, watched, reached.is_unchanged)
 
     key = (kernel.name, kernel.plan_key(problem), sizes)
     return _plans.get((block_mask,), key, make, device, serves_capture=True)

@@ -300,7 +300,6 @@ class _Pass:
             "num_words": by_queries.num_words,
             "blocks_of_tile": by_keys.tile_rows // by_queries.block_cols,
             "tiles_of_entry": by_keys.num_tiles,
-            "unused": 0,
         }
 
     def _last(self, *, may_start_early: bool) -> Launch:
