@@ -72,6 +72,8 @@ _FORWARD_MAP_64 = {
     256: _FORWARD_BITS[256],
 }
 
+_PRODUCER_THAT_ASKS, _CONSUMERS_THAT_ASK = 56, 152  # registers, of three consumers
+
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
 _L2_SECTION_BYTES = 32 * 2**20
 # A rank of many has few queries and many keys. The last section ends when its longest tile does, so where sections keep
@@ -98,7 +100,11 @@ def is_between_hopper_head_dims(problem: AttnProblem) -> bool:
 def forward_config(problem: AttnProblem) -> ForwardConfig:
     """The Hopper forward kernel for `problem`."""
     if problem.block_map is not None and problem.block_map.keys == 64:
-        return _FORWARD_MAP_64[hopper_head_dim(problem)]
+        config = _FORWARD_MAP_64[hopper_head_dim(problem)]
+        if problem.block_map.intervals == 0 or config.num_consumers < 3:
+            return config
+        registers = _PRODUCER_THAT_ASKS, _CONSUMERS_THAT_ASK
+        return replace(config, producer_registers=registers[0], consumer_registers=registers[1])
     is_larger = problem.has_bits or problem.has_score or problem.block_map is not None
     return (_FORWARD_BITS if is_larger else _FORWARD)[hopper_head_dim(problem)]
 
@@ -221,6 +227,11 @@ def map_lines(problem: AttnProblem) -> MapLines:
         1 if problem.block_map.rows % q_rows == 0 else q_rows // 64,
         1 if problem.block_map.keys % k_rows == 0 else k_rows // 64,
     )
+
+
+def map_intervals(problem: AttnProblem) -> int:
+    """The most key intervals that a query sees beside a block map; 0 where there is no map, or it says all."""
+    return 0 if problem.block_map is None else problem.block_map.intervals
 
 
 def backward_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:

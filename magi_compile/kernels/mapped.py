@@ -17,6 +17,7 @@ LISTS_AT_ONCE = (
     32  # as in csrc/sm90/planner/block_map.cu, of which a thread block has them in shared memory
 )
 _MOST_SHARED_BYTES = 48 * 1024
+MAX_INTERVALS = 4
 
 
 @runtime_checkable
@@ -28,15 +29,22 @@ class MappedKernel(Protocol):
         can."""
         ...
 
-    def plan_lists(self, lists: BlockLists, shape: ListShape, problem: AttnProblem) -> Plan:
-        """The plan of `lists`. On a GPU nothing waits for the device."""
+    def plan_lists(
+        self,
+        lists: BlockLists,
+        shape: ListShape,
+        problem: AttnProblem,
+        intervals: Tensor | None = None,
+    ) -> Plan:
+        """The plan of `lists`, and of the `intervals` that queries see besides, see `plan.block_map`. On a GPU nothing
+        waits for the device."""
         ...
 
 
 def block_map_of(shape: ListShape) -> BlockMap:
     """The kind of a map of lists of `shape`."""
     rows, keys = (128 if size % 128 == 0 else 64 for size in (shape.block_rows, shape.block_keys))
-    return BlockMap(shape.batch, shape.heads, rows, keys)
+    return BlockMap(shape.batch, shape.heads, rows, keys, shape.intervals)
 
 
 def walk_shapes(shape: ListShape, problem: AttnProblem) -> tuple[MapWalkShape, MapWalkShape]:
@@ -48,11 +56,17 @@ def walk_shapes(shape: ListShape, problem: AttnProblem) -> tuple[MapWalkShape, M
     )
 
 
+def intervals_offset(problem: AttnProblem, total_q: int, total_k: int) -> int:
+    """The bytes in front of the intervals in the words of the walk by queries."""
+    by_queries, _ = walk_shapes(shape_of_lists_in(problem, total_q, total_k), problem)
+    return int(4 * by_queries.first_interval)
+
+
 def shape_of_lists_in(problem: AttnProblem, total_q: int, total_k: int) -> ListShape:
     """The sizes of lists of `problem`, of blocks of the rows and keys that kernels see."""
     assert problem.block_map is not None
-    batch, heads, rows, keys = problem.block_map
-    return ListShape(batch, heads, total_q // batch, total_k // batch, rows, keys)
+    batch, heads, rows, keys, intervals = problem.block_map
+    return ListShape(batch, heads, total_q // batch, total_k // batch, rows, keys, intervals)
 
 
 def layout_of(walks: tuple[MapWalkShape, MapWalkShape]) -> PlanLayout:
@@ -71,6 +85,10 @@ def map_refusals(shape: ListShape) -> list[str]:
         shape.batch > 1 and not all(isinstance(x, int) for x in lengths)
     ):
         return ["needs static lengths for several batch entries"]
+    if shape.intervals > MAX_INTERVALS:
+        return [
+            f"looks up at most {MAX_INTERVALS} key intervals beside lists, got {shape.intervals}"
+        ]
     if shape.batch > 1 and any(x % 16 for x in lengths):
         return [
             f"needs lengths of multiples of 16 for several batch entries, got {lengths[0]} and {lengths[1]}"

@@ -36,12 +36,14 @@ class BlockMap(NamedTuple):
         heads: with lists of their own: 1, or all heads of q.
         rows: 64 or 128 queries, the larger one that divides those of a block.
         keys: 64 or 128 keys, likewise.
+        intervals: that a query sees at most besides its lists; 0 if these say all.
     """
 
     batch: int
     heads: int
     rows: int
     keys: int
+    intervals: int = 0
 
 
 class Plan(NamedTuple):

@@ -55,10 +55,9 @@ def order_reasons(
     if not all(isinstance(symbol, int) for symbol in symbols):
         return ()
     with _compat.without_fake_tensors(), torch.no_grad():
-        values = [example_of(node) for node in tables]
-        if any(value is None for value in values):
+        known = examples_of(tables)
+        if known is None:
             return ()
-        known = [value for value in values if value is not None]
         try:
             intervals = row_intervals(program, known, symbols, **sizes._asdict(), device=device)
             _, fits = padded_slices_from_intervals(intervals, capacity)
@@ -70,6 +69,17 @@ def order_reasons(
             return tuple(error.reasons)
         except (TypeError, ValueError, IndexError):  # found again, and said, when it runs
             return ()
+
+
+def examples_of(nodes: Sequence[Node]) -> list[Tensor] | None:
+    """The tensors that `nodes` are in the call that is being compiled; None where one of them is not known."""
+    found = []
+    for node in nodes:
+        value = example_of(node)
+        if value is None:
+            return None
+        found.append(value)
+    return found
 
 
 def example_of(node: Node) -> Tensor | None:

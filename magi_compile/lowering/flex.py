@@ -173,7 +173,7 @@ def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]
         return []
     key = (kernel.name, kernel.plan_key(problem))
     if problem.block_map is not None and key not in mask.plans:
-        mask.plans[key] = _emit_plan_of_lists(emit, found)
+        mask.plans[key] = _emit_plan_of_lists(emit, found, mask.intervals)
     if key not in mask.plans:
         heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
         totals = (emit.size(qkv[0], 0), emit.size(qkv[1], 0))
@@ -184,7 +184,7 @@ def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]
     return [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
 
 
-def _emit_plan_of_lists(emit: Emitter, found: Analysis) -> Node:
+def _emit_plan_of_lists(emit: Emitter, found: Analysis, intervals: Node | None) -> Node:
     problem, call = found.problem, found.route.mask.call
     heads = [problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v]
     return emit.call(
@@ -193,7 +193,7 @@ def _emit_plan_of_lists(emit: Emitter, found: Analysis) -> Node:
         call.block_size,
         *(emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))),
         *(problem.dtype, heads, problem.softcap, found.kernel.name),
-        *short((problem.has_score,), 0),
+        *short((problem.has_score, intervals), 0),
     )
 
 

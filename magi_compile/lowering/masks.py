@@ -1,9 +1,9 @@
 """The way of a mask of a FlexAttention call, and why: by intervals, by block lists or by bit blocks.
 
-A mask has intervals, from which slices follow (`magi::mask_slices`). If it has none, block lists may say all, and there
-are no slices (`magi::plan_lists`), or its mask_mod is evaluated for all queries and keys (`magi::mask_bits`). Some
-masks have intervals for data in some order alone: on a CPU these decide in each run, on a GPU in the call that is
-compiled.
+A mask has intervals, from which slices follow (`magi::mask_slices`). If its block lists hide some of these, or say all,
+there are no slices (`magi::plan_lists`, with `magi::mask_intervals`). If it has no intervals, its mask_mod is evaluated
+for all queries and keys (`magi::mask_bits`). Some masks have intervals for data in some order alone, and lists may hide
+something or nothing: on a CPU the data decide in each run, on a GPU in the call that is compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from magi_compile.kernels.heuristics import (
     slice_capacity,
 )
 from magi_compile.lowering.emit import Emitter, value_of
-from magi_compile.lowering.example_data import order_reasons
+from magi_compile.lowering.example_data import examples_of, order_reasons
 from magi_compile.lowering.flex_call import FlexCall
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.masks import (
@@ -242,7 +242,8 @@ class MaskRoute:
         heads: those with masks of their own, in either way.
         decides: whether the data of each run decide between both.
         obstacles: why it cannot take that of bit blocks, if it has to.
-        lists: the sizes of the block lists that say all, where a kernel may walk these; else None.
+        lists: the sizes of block lists that say all, or that hide something of what the mask_mod shows, where a kernel
+            may walk these; else None.
     """
 
     mask: MaskOfCall
@@ -260,16 +261,21 @@ class MaskRoute:
         heads = mask.heads
         if not reasons and mask.varies:
             reasons = _data_reasons(mask, options)
-        if reasons and mask.program.is_verifiable and _is_by_head(mask):
+        lists, hide = None, not mask.program.is_always_true and _lists_hide(mask)
+        if not mask.is_on_cpu and (mask.program.is_always_true or (hide and not reasons)):
+            lists = _listed(mask)
+        if hide:
+            reasons = (*reasons, "block lists hide something of what its mask_mod shows")
+        is_verifiable = mask.program.is_verifiable
+        if reasons and is_verifiable and (_is_by_head(mask) or _lists_differ_by_head(call)):
             heads = heads_of(call)
         # An op on a GPU would wait for the data.
-        decides = not reasons and mask.varies and mask.is_on_cpu and mask.program.is_verifiable
+        decides = not reasons and mask.varies and mask.is_on_cpu and is_verifiable
         obstacles = _room_reasons(mask.sizes(heads)) if reasons and not mask.is_on_cpu else ()
-        lists = _listed(call) if mask.program.is_always_true and not mask.is_on_cpu else None
         return cls(mask, reasons, heads, decides, obstacles, lists)
 
     def by_lists(self) -> MaskRoute:
-        """The way by block lists alone, which there are: nothing speaks against it, and heads stay heads."""
+        """The way by block lists, which there are: nothing speaks against it, and heads stay heads."""
         return replace(self, reasons=(), heads=ONE_MASK, decides=False, obstacles=())
 
     @property
@@ -295,9 +301,12 @@ class MaskRoute:
         and whether heads have masks of their own."""
         found = [f"by bit blocks: {reason}" for reason in self.reasons]
         if self.lists is not None and not self.reasons:
-            _, heads, _, _, rows, keys = self.lists
+            _, heads, _, _, rows, keys, count = self.lists
             of_heads = f"each of {heads} heads" if heads > 1 else "all heads"
             found.append(f"by the block lists of {of_heads}, blocks of {rows} x {keys}")
+            if count:
+                of_query = "one key interval" if count == 1 else f"up to {count} key intervals"
+                found[-1] += f", in which a query sees {of_query} of its mask_mod"
         if self.decides:
             found.append("by intervals, or by bit blocks where the data is out of order")
         if self.is_by_head:
@@ -330,13 +339,58 @@ def _room_reasons(sizes: MaskSizes | None) -> tuple[str, ...]:
     return (f"there would be room for {count} bit blocks; at most {MAX_BIT_BLOCKS} are kept",)
 
 
-def _listed(call: FlexCall) -> ListShape | None:
-    """The sizes of the block lists of a call, if it has some."""
-    if not call.block_lists:
+def _listed(mask: MaskOfCall) -> ListShape | None:
+    """The sizes of the block lists of a mask, if it has some, and no intervals of each head or of unknown number."""
+    call = mask.call
+    if not call.block_lists or mask.heads != ONE_MASK:
         return None
     (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
     lists = BlockLists(*map(value_of, call.block_lists))
-    return shape_of_lists(lists, call.block_size, batch, seqlen_q, seqlen_k)
+    count = 0 if mask.program.is_always_true else mask.max_intervals
+    return shape_of_lists(lists, call.block_size, (batch, seqlen_q, seqlen_k), count)
+
+
+def _lists_hide(mask: MaskOfCall) -> bool:
+    """True if the block lists of a mask that has intervals may hide something of these: they are computed in the graph,
+    or they do in the call that is compiled, which waits for the device."""
+    call, sizes, program = mask.call, mask.sizes(mask.heads), mask.program
+    if not call.block_lists or program.refusals:
+        return False
+    if any(node.op != "placeholder" for node in call.block_lists):
+        return True
+    if sizes is None or mask.symbols is None:
+        return False
+    with _compat.without_fake_tensors(), torch.no_grad():
+        lists, tables = examples_of(call.block_lists), examples_of(call.table_sources)
+        if lists is None or tables is None:
+            return False
+        device = lists[0].device
+        try:
+            intervals = row_intervals(
+                program, tables, mask.symbols, **sizes._asdict(), device=device
+            )
+            if not all(bool(check.ok) for check in intervals.checks):
+                return False
+            holds_all, _ = BlockLists(*lists).checks(intervals, *call.block_size)
+        except (UnsupportedMaskError, TypeError, ValueError, IndexError):  # said when it runs
+            return False
+        return not bool(holds_all.ok)
+
+
+def _lists_differ_by_head(call: FlexCall) -> bool:
+    """True if block lists of several heads may differ: they do in the call that is compiled, or are computed in the
+    graph."""
+    if not call.block_lists or value_of(call.block_lists[0]).shape[1] == 1:
+        return False
+    with _compat.without_fake_tensors(), torch.no_grad():
+        lists = None
+        if all(node.op == "placeholder" for node in call.block_lists):
+            lists = examples_of(call.block_lists)
+        num_q, num_k = value_of(call.block_lists[1]).shape[2:]
+        if lists is None or not (isinstance(num_q, int) and isinstance(num_k, int)):
+            return True
+        partial, full = BlockLists(*lists).grids(num_q, num_k)
+        return bool(((partial | full) != (partial | full)[:, :1]).any())
 
 
 def _is_by_head(mask: MaskOfCall) -> bool:
@@ -352,20 +406,23 @@ class Mask:
     """The nodes of a mask that calls of one graph share.
 
     Attributes:
-        ranges: of its slices: ranges of queries, ranges of keys, and types; none where block lists say all.
+        ranges: of its slices: ranges of queries, ranges of keys, and types; none where block lists are walked.
         bits: of its bit blocks; None where it has none.
+        intervals: the key intervals of each query, where block lists are walked that do not say all; else None.
         plans: of its plans, by what these depend on.
     """
 
     ranges: tuple[Node, ...]
     bits: Node | None = None
+    intervals: Node | None = None
     plans: dict[Any, Node] = field(default_factory=dict)
 
 
 def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask:
     """Derives the slices of the mask, for the packed rows of all batch entries; block lists need none."""
     call = route.mask.call
-    if route.lists is not None and not route.reasons:
+    is_by_lists = route.lists is not None and not route.reasons
+    if is_by_lists and not route.lists.intervals:  # type: ignore[union-attr]
         return Mask(())
     has_bits = bool(route.reasons) or route.decides
     op = torch.ops.magi.mask_bits.default if has_bits else torch.ops.magi.mask_slices.default
@@ -375,16 +432,20 @@ def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask
     capacity = 0
     if not route.reasons:
         capacity = route.mask.capacity(options, batch, seqlen_q, emit.arithmetic)
+    of_program = call.mask_tables, call.mask_symbols, route.program.text
+    sizes, device = (batch, seqlen_q, seqlen_k), value_of(call.q).device
+    if is_by_lists:
+        count = route.lists.intervals  # type: ignore[union-attr]
+        op = torch.ops.magi.mask_intervals.default
+        return Mask(
+            (), intervals=emit.call(op, *of_program, *sizes, count, device, [], [], options.verify)
+        )
     slices = emit.call(
         op,
-        call.mask_tables,
-        call.mask_symbols,
-        route.program.text,
-        batch,
-        seqlen_q,
-        seqlen_k,
+        *of_program,
+        *sizes,
         capacity,
-        value_of(call.q).device,
+        device,
         list(call.block_lists),
         call.block_size if call.block_lists else [],
         options.verify,

@@ -25,12 +25,21 @@ from magi_compile._kept import Made, Memo
 from magi_compile.functions.names import is_in_place
 from magi_compile.lowering.emit import value_key, value_of
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
-from magi_compile.ops.masks import mask_bits, mask_slices, plan_lists  # noqa: F401  (define the ops)
+from magi_compile.ops.masks import (  # noqa: F401  (define the ops)
+    mask_bits,
+    mask_intervals,
+    mask_slices,
+    plan_lists,
+)
 
 MAX_KEPT = 64  # masks, the least recently used goes
 
 _LISTS = torch.ops.magi.plan_lists.default
-_MASKS = (torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default, _LISTS)
+_INTERVALS = torch.ops.magi.mask_intervals.default
+_MASKS = (
+    *(torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default),
+    *(_LISTS, _INTERVALS),
+)
 _PLANS = (torch.ops.magi.plan.default,)
 _BLOCK_LISTS, _VERIFY = 8, 10  # arguments of those that have a mask_mod
 # What may stand between the inputs of a graph and its masks: sizes, and sums of sizes.
@@ -235,7 +244,10 @@ def _is_from_outside(node: Node) -> bool:
     tensors = [*node.args[0], *([] if is_of_lists else node.args[_BLOCK_LISTS])]  # type: ignore[misc]
     is_input = all(isinstance(x, Node) and x.op == "placeholder" for x in tensors)
     if is_of_lists:
-        return is_input
+        made = [x for x in node.all_input_nodes if x.target is _INTERVALS]
+        return is_input and all(map(_is_from_outside, made))
+    if node.target is _INTERVALS:  # of each graph once, where it captures no tensor
+        return is_input and not node.args[_VERIFY]
     return bool(node.args[_BLOCK_LISTS]) and is_input and not node.args[_VERIFY]
 
 

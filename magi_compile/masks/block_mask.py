@@ -295,7 +295,7 @@ def convert_whole_block_mask(block_mask: BlockMask) -> Converted:
     if batch > 1 and not is_of_entry and not _lists_differ_by_entry(block_mask):
         batch = 1
     found = _converted(block_mask, batch, Heads(nheads, nheads), traced, reasons)
-    is_of_head = _depends_on("h", traced)
+    is_of_head = _depends_on("h", traced) or found.is_by_head
     return found._replace(batch=batch, is_of_entry=is_of_entry, is_of_head=is_of_head)
 
 
@@ -308,10 +308,39 @@ def _lists_differ_by_entry(block_mask: BlockMask) -> bool:
     return any(bool((x != x[:1]).any()) for x in _lists_of(block_mask).grids(num_q, num_k))
 
 
-def shows_everything(mask_mod: MaskMod, device: torch.device) -> bool:
-    """True if a mask_mod is known to show everything, so that the block lists beside it decide."""
-    traced, _ = _read(mask_mod, device)
-    return traced is not None and traced.program.is_always_true
+def beside_lists(block_mask: BlockMask, sizes: tuple[int, int, int]) -> RowIntervals | None:
+    """The key intervals beside block lists of which both hide something, or none if the lists say all. Waits for a GPU.
+
+    Args:
+        block_mask: made in any way.
+        sizes: batch entries, and queries and keys of one.
+
+    Returns:
+        The intervals of a mask that is the same for all heads, of which there may be none; None where the lists hide
+        nothing of what the mask_mod shows, or this has no intervals.
+
+    Raises:
+        MaskDataError: the mask_mod's captured tensors mean nothing to it, or it hides keys in a full block.
+    """
+    device = block_mask.kv_num_blocks.device
+    traced, _ = _read(block_mask.mask_mod, device)
+    if traced is None:
+        return None
+    batch, seqlen_q, seqlen_k = sizes
+    if traced.program.is_always_true:
+        nothing = torch.empty(0, batch, seqlen_q, dtype=torch.int32, device=device)
+        return RowIntervals(nothing, nothing, seqlen_k)
+    lengths = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    program = traced.program
+    if tuple(block_mask.seq_lengths) != sizes[1:] or program.refusals or program.differs_by_head:
+        return None
+    intervals = exact_intervals(
+        traced.program, traced.tables, (), **lengths, heads=ONE_MASK, device=device
+    )
+    if intervals is None or not lists_hide(block_mask, intervals):
+        return None
+    _verify(traced, intervals)
+    return intervals
 
 
 def _read(mask_mod: MaskMod, device: torch.device) -> tuple[TracedMask | None, tuple[str, ...]]:
@@ -339,15 +368,15 @@ def _converted(
         intervals = exact_intervals(
             traced.program, traced.tables, (), **sizes, heads=heads, device=device
         )
-        if intervals is not None:
+        if intervals is not None and not lists_hide(block_mask, intervals):
             is_by_head = intervals.heads != ONE_MASK
             return Converted(_agreed(traced, intervals, block_mask), watched, is_by_head)
-    grid = Grid(batch, ONE_MASK, seqlen_q, seqlen_k)
-    listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid, decide=is_everything)
-    is_by_head = listed.differ_by_head if is_everything else _looks_at("h", traced)
+    grid = Grid(batch, heads, seqlen_q, seqlen_k)
+    listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid)
+    is_by_head = listed.differ_by_head or (not is_everything and _looks_at("h", traced))
     if is_everything and not is_by_head:
         return Converted(_from_lists(block_mask, batch), watched)
-    grid = grid._replace(heads=heads) if is_by_head else grid
+    grid = grid if is_by_head else grid._replace(heads=ONE_MASK)
     with _evaluating(reasons):
         slices = slices_with_bits(mask_mod, grid, listed, device)
     return Converted(without_padding(slices), watched, is_by_head)
@@ -414,6 +443,12 @@ def _intervals_of(
         refuse_broken(intervals.checks)
     intervals.check()
     return intervals
+
+
+def lists_hide(block_mask: BlockMask, intervals: RowIntervals) -> bool:
+    """True if there are keys that a query sees in its intervals and not in the block lists. Waits for a GPU."""
+    holds_all, _ = _lists_of(block_mask).checks(intervals, *block_mask.BLOCK_SIZE)
+    return not bool(holds_all.ok)
 
 
 def _agreed(traced: TracedMask, intervals: RowIntervals, block_mask: BlockMask) -> AttnSlices:

@@ -37,7 +37,7 @@ def select_blocks(
     shapes alone and nothing waits for the device, so other data compile nothing. The choice has no gradient.
 
     With `causal` a query sees no key behind its own position, in the block on the diagonal either: the mask_mod says
-    that, and repeats which blocks are chosen. But the choice is one for a block of queries. By "mean" it depends on all
+    that. But the choice is one for a block of queries. By "mean" it depends on all
     of these, so what a query gets depends on the queries behind it in its block. It depends on nothing behind it with
     `by="first"`, `local_blocks` of at least 1 and blocks of as many queries as keys.
     A block of more queries than keys may choose only blocks behind some of its queries: these see nothing and get 0.
@@ -85,7 +85,7 @@ def select_blocks(
     kinds, mask_mod = [(is_chosen, chosen)], None
     if causal:
         kinds = _partial_and_full(is_chosen, chosen, blocks)
-        mask_mod = _causal_in(is_chosen, chosen, blocks)
+        mask_mod = _causal
     lists = BlockLists(*(x for kind in kinds for x in _as_list(*kind, blocks)))
     return BlockMask.from_kv_blocks(
         *lists, BLOCK_SIZE=(rows, keys), mask_mod=mask_mod, seq_lengths=blocks[2:]
@@ -217,12 +217,5 @@ def _as_list(is_listed: Tensor, indices: Tensor, blocks: _Blocks) -> tuple[Tenso
     return is_listed.sum(-1, dtype=torch.int32), indices
 
 
-def _causal_in(is_chosen: Tensor, chosen: Tensor, blocks: _Blocks) -> Callable[..., Tensor]:
-    """The mask_mod that shows, in the chosen blocks, the keys that are not behind a query."""
-    shape = (*chosen.shape[:3], blocks.num_k)
-    grid = torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter(3, chosen, is_chosen)
-    rows, keys = blocks[:2]
-    if grid.shape[1] == 1:
-        of_all = grid[:, 0]
-        return lambda b, h, q, kv: (q >= kv) & of_all[b, q // rows, kv // keys]
-    return lambda b, h, q, kv: (q >= kv) & grid[b, h, q // rows, kv // keys]
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv

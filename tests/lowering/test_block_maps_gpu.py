@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 
 import magi_compile
 from magi_compile import MaskDataError
@@ -29,7 +35,7 @@ CASES = {
 }
 
 
-def lists(case, seed=0, density=0.4, partial_too=True):
+def lists(case, seed=0, density=0.4, full_share=0.5):
     batch, heads, _, list_heads, entries, seqlen_q, seqlen_k, _, size = case
     rows, keys = size if isinstance(size, tuple) else (size, size)
     num_q, num_k = -(-seqlen_q // rows), -(-seqlen_k // keys)
@@ -38,7 +44,7 @@ def lists(case, seed=0, density=0.4, partial_too=True):
         torch.rand(entries, list_heads, num_q, num_k, device="cuda", generator=generator) < density
     )
     listed[..., num_q // 2, :] = False
-    is_full = torch.rand(listed.shape, device="cuda", generator=generator) < 0.5
+    is_full = torch.rand(listed.shape, device="cuda", generator=generator) < full_share
 
     def kind(grid):
         order = torch.rand(grid.shape, device="cuda", generator=generator).masked_fill(~grid, 2)
@@ -359,6 +365,168 @@ def test_eager(name):
     with torch.no_grad(), no_waits():
         out, lse = attend(*given[:3], mask)
     compare([out / 1, lse], dense_attention(*given[:3], visible))
+
+
+DOCUMENT = torch.arange(2048) // 150
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def window(b, h, q, kv):
+    return (q >= kv) & (q - kv < 100)
+
+
+def sink_and_window(b, h, q, kv):
+    return (q >= kv) & ((q - kv < 90) | (kv < 20))
+
+
+def documents(document):
+    return lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv)
+
+
+def of_entries(lengths):
+    return lambda b, h, q, kv: (kv < lengths[b]) & (q >= kv)
+
+
+def masks_beside(case):
+    """A mask_mod by name, as a function of the batch entry, the head, the query and the key."""
+    device = torch.device("cuda")
+    lengths = torch.tensor([150, 77, 192], device=device)
+    named = {
+        "causal": causal,
+        "window": window,
+        "sink_and_window": sink_and_window,
+        "documents": documents(DOCUMENT.to(device)),
+    }
+    if case[0] == 3:
+        named["of_entries"] = of_entries(lengths)
+    return named
+
+
+def lists_beside(case, mask_mod, seed=0):
+    """Lists, all of them partial, beside a mask_mod; and what both show."""
+    batch, heads, _, _, _, seqlen_q, seqlen_k, *_ = case
+    mask, listed = lists(case, seed, density=0.6, full_share=0.0)
+    shown = create_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, device="cuda")
+    mask.mask_mod = mask_mod
+    return mask, listed & shown
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "sink_and_window", "documents", "of_entries"])
+@pytest.mark.parametrize("name", CASES)
+def test_beside_a_mask_mod(name, mask):
+    """With other lists in every call, which compile nothing."""
+    torch._dynamo.reset()
+    case, attend = CASES[name], compiled()
+    mask_mod = masks_beside(case).get(mask)
+    if mask_mod is None:
+        pytest.skip("one batch entry")
+    for seed in range(3):
+        block_mask, visible = lists_beside(case, mask_mod, seed)
+        given = inputs(case, seed)
+        before = num_compiled_graphs()
+        found = step(attend, *given, block_mask)
+        compare(found, step(dense_attention, *given, visible))
+        assert seed < 2 or num_compiled_graphs() == before
+    synchronize_checks()
+
+
+@pytest.mark.parametrize("name", ["heads", "groups", "entries", "wide heads"])
+def test_beside_a_mask_mod_otherwise(name):
+    """In eager code, deterministic, with a score_mod and a soft-cap."""
+    torch._dynamo.reset()
+    case = CASES[name]
+    block_mask, visible = lists_beside(case, causal)
+    given = inputs(case)
+
+    def eager(q, k, v, mask):
+        return magi_compile.flex_attention(
+            q, k, v, block_mask=mask, enable_gqa=True, return_lse=True
+        )
+
+    wanted = step(dense_attention, *given, visible)
+    compare(step(eager, *given, block_mask), wanted)
+    with torch.no_grad(), no_waits():
+        eager(*given[:3], block_mask)
+    with deterministic_algorithms():
+        attend = compiled()
+        first, second = (step(attend, *given, block_mask) for _ in range(2))
+    compare(first, wanted)
+    assert all(map(torch.equal, first, second))
+
+    def alibi(score, b, h, q, kv):
+        return score - 0.01 * (h + 1) * (q - kv).abs()
+
+    def capped(score, b, h, q, kv):
+        return 3.0 * torch.tanh(score / 3.0)
+
+    for score_mod in (alibi, capped):
+        found = step(compiled(score_mod=score_mod), *given, block_mask)
+        compare(found, step(dense_attention, *given, visible, score_mod))
+
+
+def test_full_blocks_beside_a_mask_mod():
+    """They are not masked, and have to be full."""
+    torch._dynamo.reset()
+    case = CASES["groups"]
+    whole = create_block_mask(causal, 1, 8, 512, 768, "cuda", 64)
+    counts = whole.full_kv_num_blocks.clone()
+    counts[:, ::2] //= 2
+    mask = BlockMask.from_kv_blocks(
+        *(whole.kv_num_blocks, whole.kv_indices, counts, whole.full_kv_indices),
+        BLOCK_SIZE=64,
+        mask_mod=causal,
+        seq_lengths=(512, 768),
+    )
+    visible = mask.to_dense().bool().repeat_interleave(64, 2).repeat_interleave(64, 3)
+    visible = visible & create_mask(causal, 1, 8, 512, 768, device="cuda")
+    given, attend = inputs(case), compiled()
+    compare(step(attend, *given, mask), step(dense_attention, *given, visible))
+    synchronize_checks()
+    mask.full_kv_num_blocks.fill_(12)
+    mask.full_kv_indices.copy_(torch.arange(12, device="cuda").expand(1, 8, 8, 12))
+
+    def attend_and_wait():
+        attend(*given[:3], mask)
+        synchronize_checks()
+
+    with pytest.raises(MaskDataError, match="hides no key, but it hides some in kv block"):
+        attend_and_wait()
+
+
+@pytest.mark.parametrize("heads", ["each", "group", "all"])
+def test_causal_selection(heads):
+    """Chosen in the graph, with other data compiled once."""
+    torch._dynamo.reset()
+    case = (*CASES["groups"][:5], 1000, 1000, 128, 64)
+    options = {"causal": True, "by": "first", "local_blocks": 1, "heads": heads}
+
+    @torch.compile(backend="magi", fullgraph=True, options={"magi.strict": True})
+    def attend(q, k, v):
+        mask = magi_compile.select_blocks(q, k, 5, **options)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
+
+    for seed in range(2):
+        given = inputs(case, seed)
+        mask = magi_compile.select_blocks(*given[:2], 5, **options)
+        visible = mask.to_dense().bool().repeat_interleave(64, 2).repeat_interleave(64, 3)
+        visible = visible[:, :, :1000, :1000] & create_mask(causal, 1, 8, 1000, 1000, device="cuda")
+        compare(step(attend, *given), step(dense_attention, *given, visible))
+    synchronize_checks()
+
+
+def test_explain_beside_a_mask_mod():
+    case = CASES["groups"]
+    mask, _ = lists_beside(case, causal)
+    q, k, v, _ = inputs(case)
+
+    def attend(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    text = str(magi_compile.explain(attend, q, k, v, mask))
+    assert "blocks of 64 x 64, in which a query sees one key interval of its mask_mod" in text
 
 
 def test_explain():

@@ -17,8 +17,9 @@ SHAPES = [
 ]
 
 
-def mask_of(walk, shape):
-    """The mask that a walk shows, `[heads, batch * rows, batch * cols]`: pair by pair, each tile once."""
+def mask_of(walk, shape, sees=None):
+    """The mask that a walk shows, `[heads, batch * rows, batch * cols]`: pair by pair, each tile once. In blocks that
+    ask, of those that are in `sees [batch * rows, batch * cols]`."""
     lists = shape.lists
     mask = torch.zeros(
         lists.heads, lists.batch * shape.rows, lists.batch * shape.cols, dtype=torch.bool
@@ -44,9 +45,12 @@ def mask_of(walk, shape):
                         height = shape.tile_rows // shape.num_lines
                         begin = min(rows.start + line * height, rows.stop)
                         end = min(begin + height, rows.stop)
-                        mask[head, begin:end, col : min(col + shape.block_cols, run["col_end"])] = (
-                            True
+                        block = (
+                            slice(begin, end),
+                            slice(col, min(col + shape.block_cols, run["col_end"])),
                         )
+                        asks = sees is not None and words[run["lane"] + cell // 32] >> cell % 32 & 1
+                        mask[head][block] = sees[block] if asks else True
                         assert col < run["col_end"]
                 visited += is_seen
             assert visited == run["num_blocks"] > 0
@@ -54,21 +58,40 @@ def mask_of(walk, shape):
     return mask
 
 
+def intervals_of(lists, generator):
+    """`[batch * seqlen_q, intervals, 2]`, of columns of all entries: of every other span the same, and some empty."""
+    size = (2, lists.batch, lists.seqlen_q, lists.intervals)
+    edges = torch.randint(-lists.seqlen_k, 2 * lists.seqlen_k, size, generator=generator)
+    edges = edges.clamp(0, lists.seqlen_k).sort(0).values
+    same = torch.arange(lists.seqlen_q) // 64 * 64
+    edges = torch.where(same[:, None] // 64 % 2 == 0, edges[:, :, same], edges)
+    edges += torch.arange(lists.batch)[:, None, None] * lists.seqlen_k
+    return edges.movedim(0, -1).flatten(0, 1).int()
+
+
 @pytest.mark.parametrize("num_lines", [1, 2])
 @pytest.mark.parametrize("is_by_keys", [False, True])
+@pytest.mark.parametrize("intervals", [0, 1, 3])
 @pytest.mark.parametrize("sizes", SHAPES)
-def test_walks(sizes, is_by_keys, num_lines):
-    lists = ListShape(*sizes)
+def test_walks(sizes, intervals, is_by_keys, num_lines):
+    lists = ListShape(*sizes, intervals)
     tile_rows = 128 if num_lines == 2 or not any(x % 128 for x in sizes[4:]) else 64
     shape = MapWalkShape(lists, is_by_keys, tile_rows, 64, num_lines)
     generator = torch.Generator().manual_seed(sum(sizes))
     listed = torch.rand(sizes[0], sizes[1], lists.num_q, lists.num_k, generator=generator) < 0.4
     listed[0, 0, 0] = False
-    walk = walk_of_lists(listed, shape)
+    edges = intervals_of(lists, generator) if intervals else None
+    walk = walk_of_lists(listed, shape, edges)
     pairs = listed.repeat_interleave(lists.block_rows, 2).repeat_interleave(lists.block_keys, 3)
     pairs = pairs[:, :, : lists.seqlen_q, : lists.seqlen_k]
     expected = torch.stack([torch.block_diag(*pairs[:, h].float()) > 0 for h in range(lists.heads)])
-    mask = mask_of(walk, shape)
+    sees = None
+    if edges is not None:
+        col = torch.arange(lists.batch * lists.seqlen_k)
+        sees = ((edges[..., :1] <= col) & (col < edges[..., 1:])).any(1)
+        expected &= sees
+        sees = sees.mT if is_by_keys else sees
+    mask = mask_of(walk, shape, sees)
     assert torch.equal(mask.mT if is_by_keys else mask, expected)
     blocks = walk.runs[:, RUN_FIELDS.index("num_blocks")].view(-1, lists.batch * shape.num_tiles)
     if is_by_keys:

@@ -23,7 +23,8 @@ struct DqTarget {
 
 template <class Element_, int kHeadDim_, int kCols_, int kColsOfV_, int kCtas_, int kBlockCols_, int kStages_,
           int kDoutStages_, int kScoreStages_, int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kHasBits_, int kMapLines_, bool kIsDeterministic_, bool kRoundsDq_, class Score_>
+          bool kHasSoftcap_, bool kHasBits_, int kMapLines_, int kMapIntervals_, bool kIsDeterministic_,
+          bool kRoundsDq_, class Score_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;   // tensors may be narrower: TMA reads zeros behind their columns
@@ -40,13 +41,14 @@ struct BackwardConfig {
     static constexpr bool kHasBits = kHasBits_;   // a run may be of a bit block
     // Runs are of a block map, with one line for a tile or one for each 64 of its keys; 0 if they are not.
     static constexpr int kMapLines = kMapLines_;
+    static constexpr int kMapIntervals = kMapIntervals_;
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
     static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
     using Score = Score_;                                         // made from a score program, or NoScore
     static constexpr bool kHasScore = Score::kIsThere;
     // Whether scores start from -lse / scale: where nothing is made of them but what is added to them.
     static constexpr bool kBeginsWithLse = !kHasSoftcap && (!kHasScore || Score::kIsShift);
-    using WholeParams = typename Choose<kHasBits, BitsBackwardParams, BackwardParams>::type;
+    using WholeParams = typename Choose<(kHasBits || kMapIntervals > 0), BitsBackwardParams, BackwardParams>::type;
     using Params = typename Choose<kHasScore, ScoredBackwardParams<Score::kNumWords + 1>, WholeParams>::type;
 
     // A tile may be that of a cluster of two thread blocks, of 64 keys each, which load Q and dO for each other: where
@@ -90,6 +92,7 @@ struct BackwardConfig {
 
     static_assert(!(kHasScore && kHasSoftcap), "a score program has the caps");
     static_assert(kMapLines == 0 || !(kHasBits || kRoundsDq), "nobody counts the visits of a map");
+    static_assert(kMapLines > 0 || kMapIntervals == 0, "intervals are looked up where blocks ask");
     static_assert(kMapLines <= 2, "a tile has two times 64 keys");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
@@ -109,7 +112,7 @@ constexpr int kNoMask = -1;
 
 // What the producer says about a block of queries.
 struct alignas(16) Block {
-    Run run;   // only where there is a mask
+    Run run;   // only where there is a mask, unless pairs look up their intervals
     int first;
     int end;              // queries from here on are outside of the run
     int head_and_lines;   // in more memory, some kernels would not fit

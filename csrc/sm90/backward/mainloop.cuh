@@ -15,6 +15,7 @@
 #include "backward/epilogue.cuh"
 #include "backward/scores.cuh"
 #include "common/bits.cuh"
+#include "common/intervals.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
 #include "common/product.cuh"
@@ -183,6 +184,11 @@ public:
         }
         if (__any_sync(0xffffffff, mask_row != kNoMask)) {
             const Block& block = smem_.blocks[slot];
+            if constexpr (Config::kMapIntervals > 0) {
+                apply_intervals_to_keys<Config::kMapIntervals>(scores, params_.intervals, mask_row + row + lane_ / 4,
+                                                               block.first, block.end);
+                return;
+            }
             apply_mask<Config::kMapLines == 0>(scores, block.run, params_.edges, mask_row + row + lane_ / 4,
                                                block.first + 2 * (lane_ % 4));
             if constexpr (Config::kHasBits) {

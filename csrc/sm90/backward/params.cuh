@@ -134,15 +134,21 @@ struct BackwardParams {
     QueryLines query_lines;
 };
 
-// Where runs may have bits.
+// Where runs may have bits, or blocks of a map may ask.
 struct BitsBackwardParams : BackwardParams {
-    const uint32_t* bits;   // [num_blocks, kBitBlock, kWordsOfQuery]
+    union {
+        const uint32_t* bits;     // [num_blocks, kBitBlock, kWordsOfQuery]
+        const Edges* intervals;   // [total_q, kMapIntervals], of columns, where blocks of a map ask
+    };
 };
 
 // Where a score program changes the scores: `scale_log2` is log2(e) then, and `cap_scale` the softmax_scale.
 template <int kNumWords>
 struct ScoredBackwardParams : BackwardParams {
-    const uint32_t* bits;   // as above, or null
+    union {
+        const uint32_t* bits;   // as above, or null
+        const Edges* intervals;
+    };
     ScoreParams<kNumWords> score;
 };
 

@@ -69,7 +69,7 @@ public:
 
 private:
     static constexpr bool kIsMapped = Config::kMapLines > 0;
-    using Map = MapWalk<Config::kBlockCols, kIsMapped ? Config::kMapLines : 1>;
+    using Map = MapWalk<Config::kBlockCols, kIsMapped ? Config::kMapLines : 1, Config::kMapIntervals != 0>;
 
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const Items<Config>& items) {
@@ -193,7 +193,7 @@ private:
             for (; left > 0; --left) {
                 const MappedBlock block = walk.next();
                 const bool is_masked =
-                    work().is_short(Config::kTileRows) || block.col + Config::kBlockCols > run.col_end;
+                    block.asks || work().is_short(Config::kTileRows) || block.col + Config::kBlockCols > run.col_end;
                 load_block(run, run.col_end, {block.col, group}, is_masked, block.lines);
             }
         }
@@ -211,12 +211,12 @@ private:
             block.head_and_lines = Block::with_lines(block.head_and_lines, lines);
         }
         block.mask_row = is_masked ? work().tile.row_begin : kNoMask;
-        const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
+        const uint32_t run_bytes = is_masked && Config::kMapIntervals == 0 ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
         load_for_all<0>(smem_.q[block_.slot], params_.q, q_full, visit.col, block.template head<Config>());
         tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0,
                     block.template head<Config>());
-        if (is_masked) {
+        if (run_bytes > 0) {
             cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
         }
 

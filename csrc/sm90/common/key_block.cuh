@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/bits.cuh"
+#include "common/intervals.cuh"
 #include "common/mask.cuh"
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
@@ -10,7 +11,7 @@ namespace ffa {
 
 // What the producer says about a block of K.
 struct alignas(16) KeyBlock {
-    Run run;   // only at an edge of the run, where a row may not see every column
+    Run run;   // only at an edge of a run, where a row may not see every column; a map's that asks is not needed
     int first;
     uint32_t is_edge;
     uint32_t lines;   // of a block map: the bits of the warpgroups that see it, where each has a line of its own
@@ -27,6 +28,9 @@ __device__ __forceinline__ Visibility visibility_of_block(const KeyBlock& block,
     }
     if (!__any_sync(0xffffffff, block.is_edge)) {
         return kAll;
+    }
+    if constexpr (Config::kMapIntervals > 0) {
+        return kPartial;
     }
     const int row_begin = tile.row_begin + warpgroup * Config::kRows;
     const int row_end = min(row_begin + Config::kRows, tile.row_end);
@@ -46,6 +50,10 @@ template <class Config, bool kHasStairs, int kCount>
 __device__ __forceinline__ void mask_block(float (&scores)[kCount], const KeyBlock& block,
                                            const typename Config::Params& params, int row, int lane) {
     const int col = block.first + 2 * (lane % 4);
+    if constexpr (Config::kMapIntervals > 0) {
+        apply_intervals<Config::kMapIntervals>(scores, params.intervals, row, params.total_q - 1, col);
+        return;
+    }
     apply_mask<kHasStairs>(scores, block.run, params.edges, row, col);
     if constexpr (Config::kHasBits) {
         if (has_bits(block.run)) {

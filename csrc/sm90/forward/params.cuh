@@ -39,9 +39,12 @@ struct ForwardParams {
 
 static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/sm90/params.py");
 
-// Where runs may have bits.
+// Where runs may have bits, or blocks of a map may ask.
 struct BitsForwardParams : ForwardParams {
-    const uint32_t* bits;   // [num_blocks, kBitBlock, kWordsOfQuery]
+    union {
+        const uint32_t* bits;     // [num_blocks, kBitBlock, kWordsOfQuery]
+        const Edges* intervals;   // [total_q, kMapIntervals], of columns, where blocks of a map ask
+    };
 };
 
 static_assert(sizeof(BitsForwardParams) == 1024, "packed by magi_compile/kernels/sm90/params.py");
@@ -49,7 +52,10 @@ static_assert(sizeof(BitsForwardParams) == 1024, "packed by magi_compile/kernels
 // Where a score program changes the scores: `scale_log2` is log2(e) then, and `cap_scale` the softmax_scale.
 template <int kNumWords>
 struct ScoredForwardParams : ForwardParams {
-    const uint32_t* bits;   // as above, or null
+    union {
+        const uint32_t* bits;   // as above, or null
+        const Edges* intervals;
+    };
     ScoreParams<kNumWords> score;
 };
 

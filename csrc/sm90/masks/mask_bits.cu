@@ -4,11 +4,11 @@
 
 namespace ffa {
 
-constexpr Lists kLists = Lists::FFA_LISTS;
+constexpr bool kHasLists = FFA_HAS_LISTS;
 
 struct MaskModParams {
     MaskBitsParams fixed;
-    Int words[Mask::kNumWords + MaskBits<Mask, kLists>::kNumChecks + 1];
+    Int words[Mask::kNumWords + MaskBits<Mask, kHasLists>::kNumChecks + 1];
 };
 
 }   // namespace ffa
@@ -16,5 +16,5 @@ struct MaskModParams {
 extern "C" __global__ void __launch_bounds__(ffa::kBitsThreads, 2)
     ffa_mask_bits(const __grid_constant__ ffa::MaskModParams params) {
     __shared__ ffa::BitsOfBlock shared;
-    ffa::MaskBits<ffa::Mask, ffa::kLists>(params.fixed, params.words, shared).run(blockIdx.x, gridDim.x);
+    ffa::MaskBits<ffa::Mask, ffa::kHasLists>(params.fixed, params.words, shared).run(blockIdx.x, gridDim.x);
 }

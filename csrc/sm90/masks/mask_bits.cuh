@@ -16,9 +16,7 @@ constexpr int kWords = kBlock / 32;
 constexpr int kRowsOfWarp = 16;
 constexpr int kBitsThreads = kBlock / kRowsOfWarp * 32;
 
-enum class Lists { kNone, kAgree, kDecide };
-
-// kNumWords values of 8 bytes follow: what the mask captures; then where each check reports, of two more checks than
+// kNumWords values of 8 bytes follow: what the mask captures; then where each check reports, of one more check than
 // the mask has where there are block lists.
 struct MaskBitsParams {
     int* q_ranges;                  // [num_blocks, 2]
@@ -69,10 +67,10 @@ struct Finder {
     }
 };
 
-template <class Mask, Lists kLists>
+template <class Mask, bool kHasLists>
 class MaskBits {
 public:
-    static constexpr int kNumChecks = Mask::kNumChecks + (kLists == Lists::kAgree ? 2 : 0);
+    static constexpr int kNumChecks = Mask::kNumChecks + (kHasLists ? 1 : 0);
 
     __device__ MaskBits(const MaskBitsParams& params, const Int* words, BitsOfBlock& shared)
         : params_(params),
@@ -149,7 +147,7 @@ private:
     // What is visible with the block lists, of a pair that is there.
     __device__ __forceinline__ bool by_lists(bool is_seen, const Point& point, const Place& place, int q,
                                              int kv) const {
-        if constexpr (kLists == Lists::kNone) {
+        if constexpr (!kHasLists) {
             return is_seen;
         } else {
             const int b = min(place.b, params_.list_batch - 1), h = min(place.h, params_.list_heads - 1);
@@ -158,13 +156,8 @@ private:
             const Int line = (static_cast<Int>(b) * params_.list_heads + h) * num_q + q / params_.list_rows;
             const Int at = line * num_k + kv / params_.list_keys;
             const bool is_full = params_.full[at] != 0, is_listed = is_full || params_.partial[at] != 0;
-            if constexpr (kLists == Lists::kDecide) {
-                return is_listed;
-            } else {
-                point.require(Mask::kNumChecks, !is_seen || is_listed, 0);
-                point.require(Mask::kNumChecks + 1, is_seen || !is_full, 0);
-                return is_seen;
-            }
+            point.require(Mask::kNumChecks, is_seen || !is_full, 0);
+            return is_seen && is_listed;
         }
     }
 

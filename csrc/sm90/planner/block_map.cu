@@ -6,7 +6,8 @@
 //   lines -> how many blocks the rows of a tile see, tiles and runs: a thread block for each head and walk
 //
 // A bit is set for a block however often it is listed, and in whatever order. What is listed out of range is reported,
-// and then nobody sees anything.
+// and then nobody sees anything. Where queries see intervals besides, a bit is set only where some may be seen, and
+// another one where some may not.
 #include "common/block.cuh"
 #include "common/block_list.cuh"
 #include "common/block_map.cuh"
@@ -21,22 +22,134 @@ struct MappedWalk {
     Tile* tiles;       // [heads, batch * num_tiles], and by keys those of a mean head behind them
     Run* runs;         // one for each tile
     unsigned* words;   // [heads, batch, num_tiles, num_lines, num_words]
+    unsigned* asks;    // [heads, batch, num_tiles, num_words]; null: no block asks
     int tile_rows, block_cols, num_lines;
     int num_tiles, num_words;     // of a batch entry, of a line
     int total_rows, total_cols;   // of a batch entry
     int is_sorted;                // the tiles with most blocks first, else in order
 };
 
+// Of 64 queries, the begin and the end of one of their intervals, from the least to the most. Queries for which it is
+// empty have it behind all columns for `begin[1]` and in front for `end[0]`, and do not count for the others.
+struct alignas(16) Span {
+    int begin[2], end[2];
+};
+
+constexpr int kRowsOfSpan = 64;
+
 struct BlockMapParams {
-    BlockList lists[2];
+    BlockList lists[2];             // partial and full
+    const Edges* given_intervals;   // [batch, seqlen_q, num_intervals], of columns of all entries; null: there are none
+    Edges* intervals;               // the same in the plan
+    Span* spans;                    // [batch, spans of seqlen_q, num_intervals]
+    int num_intervals, seqlen_q;
     unsigned* broken;     // [1], zero: becomes 1
     unsigned* num_done;   // [1], zero
     int* counts;          // [batch * num_tiles] of the walk by keys, zeros: its blocks, over all heads
-    Int* flags[2];        // of an index and of a count that is out of range
+    Int* flags[3];        // of an index, of a count that is out of range, and of a full block that hides something
     int batch, heads;     // of the lists: heads with lists of their own
     int block_rows, block_keys, num_q, num_k;
     int list_words;        // num_k bits
     MappedWalk walks[2];   // by queries, by keys
+};
+
+// The intervals of a batch entry.
+class EntryIntervals {
+public:
+    __device__ EntryIntervals(const BlockMapParams& params, int b)
+        : params_(params), rows_(static_cast<Int>(b) * params.seqlen_q), spans_(static_cast<Int>(b) * num_spans()) {}
+
+    __device__ bool are_there() const { return params_.given_intervals != nullptr; }
+
+    __device__ int num_spans() const { return (params_.seqlen_q + kRowsOfSpan - 1) / kRowsOfSpan; }
+
+    // Reads those of the queries from `begin` on, a multiple of 64, to `end`.
+    __device__ void read(int begin, int end) const {
+        const int count = params_.num_intervals;
+        end = min(end, params_.seqlen_q);
+        for_each((end - begin) * count, [&](int i) {
+            const Int place = (rows_ + begin) * count + i;
+            params_.intervals[place] = params_.given_intervals[place];
+        });
+        const int first = begin / kRowsOfSpan;
+        for_each(((end + kRowsOfSpan - 1) / kRowsOfSpan - first) * count,
+                 [&](int i) { span(first + i / count, i % count) = span_of(first + i / count, i % count); });
+    }
+
+    // Some of the rows may see some of the columns, which are those of all entries. As in a walk by queries.
+    __device__ bool may_show(int row_begin, int row_end, int col_begin, int col_end) const {
+        return any_span(row_begin, row_end,
+                        [&](const Span& span) { return span.begin[0] < col_end && span.end[1] > col_begin; });
+    }
+
+    // One of their intervals shows them all to each of the rows.
+    __device__ bool show_all(int row_begin, int row_end, int col_begin, int col_end) const {
+        const int begin = row_begin / kRowsOfSpan, end = spans_end(row_end);
+        for (int i = begin; i < end; ++i) {
+            bool is_seen = false;
+            for (int n = 0; n < params_.num_intervals; ++n) {
+                is_seen |= span(i, n).begin[1] <= col_begin && span(i, n).end[0] >= col_end;
+            }
+            if (!is_seen) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // The same, asked of each row.
+    __device__ bool show_each(int row_begin, int row_end, int col_begin, int col_end) const {
+        for (Int row = row_begin; row < min(row_end, params_.seqlen_q); ++row) {
+            bool is_seen = false;
+            for (int n = 0; n < params_.num_intervals; ++n) {
+                const Edges edges = params_.given_intervals[(rows_ + row) * params_.num_intervals + n];
+                is_seen |= edges.begin <= col_begin && edges.end >= col_end;
+            }
+            if (!is_seen) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+private:
+    __device__ Span& span(int number, int n) const {
+        return params_.spans[(spans_ + number) * params_.num_intervals + n];
+    }
+
+    __device__ int spans_end(int row_end) const {
+        return (min(row_end, params_.seqlen_q) + kRowsOfSpan - 1) / kRowsOfSpan;
+    }
+
+    template <class Test>
+    __device__ bool any_span(int row_begin, int row_end, Test test) const {
+        bool is_any = false;
+        for (int i = row_begin / kRowsOfSpan; i < spans_end(row_end); ++i) {
+            for (int n = 0; n < params_.num_intervals; ++n) {
+                is_any |= test(span(i, n));
+            }
+        }
+        return is_any;
+    }
+
+    __device__ Span span_of(int number, int n) const {
+        constexpr int kFar = 2147483647;
+        Span span{{kFar, 0}, {kFar, 0}};
+        const int end = min((number + 1) * kRowsOfSpan, params_.seqlen_q);
+#pragma unroll 8
+        for (Int row = number * kRowsOfSpan; row < end; ++row) {
+            const Edges edges = params_.given_intervals[(rows_ + row) * params_.num_intervals + n];
+            const bool is_empty = edges.begin >= edges.end;
+            span.begin[0] = is_empty ? span.begin[0] : min(span.begin[0], edges.begin);
+            span.begin[1] = is_empty ? kFar : max(span.begin[1], edges.begin);
+            span.end[0] = is_empty ? 0 : min(span.end[0], edges.end);
+            span.end[1] = is_empty ? span.end[1] : max(span.end[1], edges.end);
+        }
+        return span;
+    }
+
+    const BlockMapParams& params_;
+    const Int rows_, spans_;   // in front of those of this entry
 };
 
 // The lists of 32 q blocks of a head and batch entry.
@@ -48,13 +161,17 @@ public:
           bits_(bits),
           first_(static_cast<int>(blockIdx.x) % num_groups() * kListsAtOnce),
           head_(static_cast<int>(blockIdx.x) / num_groups() / params.batch),
-          b_(static_cast<int>(blockIdx.x) / num_groups() % params.batch) {}
+          b_(static_cast<int>(blockIdx.x) / num_groups() % params.batch),
+          intervals_(params, b_) {}
 
     __device__ void run() {
         for_each(kListsAtOnce * params_.list_words, [&](int i) { bits_[i] = 0; });
-        for (const BlockList& list : params_.lists) {
-            if (list.num_blocks != nullptr) {
-                read(list);
+        if (intervals_.are_there()) {
+            intervals_.read(first_ * params_.block_rows, (first_ + kListsAtOnce) * params_.block_rows);
+        }
+        for (int kind = 0; kind < 2; ++kind) {
+            if (params_.lists[kind].num_blocks != nullptr) {
+                read(params_.lists[kind], kind == 1);
             }
         }
         write_lines_of_queries();
@@ -64,7 +181,7 @@ public:
 private:
     __device__ int num_groups() const { return (params_.num_q + kListsAtOnce - 1) / kListsAtOnce; }
 
-    __device__ void read(const BlockList& list) {
+    __device__ void read(const BlockList& list, bool is_full) {
         const int h = list.num_heads == 1 ? 0 : head_;
         const Int *of = list.num_blocks_strides, *at = list.indices_strides;
         const int num_lists = min(kListsAtOnce, params_.num_q - first_);
@@ -82,9 +199,19 @@ private:
                     report(0, block, row);
                 } else {
                     atomicOr(&bits[block / 32], 1u << block % 32);
+                    if (is_full && hides_some_of(row, block)) {
+                        report(2, block, row);
+                    }
                 }
             });
         });
+    }
+
+    __device__ bool hides_some_of(int row, int block) const {
+        const int rows = params_.block_rows, keys = params_.block_keys, seqlen_k = params_.walks[0].total_cols;
+        const int begin = b_ * seqlen_k + block * keys, end = b_ * seqlen_k + min((block + 1) * keys, seqlen_k);
+        return intervals_.are_there() && !intervals_.show_all(row * rows, (row + 1) * rows, begin, end) &&
+               !intervals_.show_each(row * rows, (row + 1) * rows, begin, end);
     }
 
     // A flag that the host reads is 1, then what was found, its q block, head and batch entry.
@@ -123,9 +250,22 @@ private:
             if (number * rows < walk.total_rows) {
                 bits = cells == 1 ? bits_[list_number * params_.list_words + word]
                                   : widened(list_number, word, cells, num_cells(walk));
+                if (intervals_.are_there()) {
+                    bits = shown_of(bits, number * rows, (number + 1) * rows, word * kBlocksOfWord, walk.block_cols);
+                }
             }
             line(walk, number)[word] = bits;
         });
+    }
+
+    // Of these bits, those of blocks of which the rows may see something.
+    __device__ unsigned shown_of(unsigned bits, int row_begin, int row_end, int first_cell, int cols) const {
+        unsigned shown = 0;
+        for (unsigned left = bits; left != 0; left &= left - 1) {
+            const int bit = __ffs(left) - 1, col = b_ * params_.walks[0].total_cols + (first_cell + bit) * cols;
+            shown |= intervals_.may_show(row_begin, row_end, col, col + cols) ? 1u << bit : 0;
+        }
+        return shown;
     }
 
     __device__ static int num_cells(const MappedWalk& walk) {
@@ -158,7 +298,13 @@ private:
             for (int bit = 0; number * keys < walk.total_rows && bit < kBlocksOfWord; ++bit) {
                 const int cell = word * kBlocksOfWord + bit;
                 const bool is_there = first_word * kBlocksOfWord + cell < num_cells(walk);
-                bits |= is_there && is_listed(cell / cells, block) ? 1u << bit : 0;
+                bool is_seen = is_there && is_listed(cell / cells, block);
+                if (is_seen && intervals_.are_there()) {
+                    const int row = (first_word * kBlocksOfWord + cell) * walk.block_cols;
+                    const int key = b_ * walk.total_rows + number * keys;
+                    is_seen = intervals_.may_show(row, row + walk.block_cols, key, key + keys);
+                }
+                bits |= is_seen ? 1u << bit : 0;
             }
             line(walk, number)[first_word + word] = bits;
         });
@@ -167,6 +313,7 @@ private:
     const BlockMapParams& params_;
     unsigned* const bits_;
     const int first_, head_, b_;
+    const EntryIntervals intervals_;
 };
 
 // The tiles and runs of a head, in one of the walks.
@@ -181,7 +328,10 @@ public:
     // `counts [batch * num_tiles]` and `is_last` are shared memory.
     __device__ void run(int* counts, bool& is_last) {
         const int count = num_tiles();
-        for_each(count, [&](int i) { counts[i] = blocks_of(i); });
+        for_each(count, [&](int i) { counts[i] = 0; });
+        for_each(count * walk_.num_words, [&](int i) {
+            atomicAdd(&counts[i / walk_.num_words], blocks_of(i / walk_.num_words, i % walk_.num_words));
+        });
         for_each(count, [&](int i) { write(head_, walk_.is_sorted ? rank(counts, i) : i, i, counts[i], false); });
         if (number_ == 1) {
             for_each(count, [&](int i) { atomicAdd(&params_.counts[i], counts[i]); });
@@ -217,20 +367,39 @@ private:
         return (static_cast<Int>(head) * num_tiles() + tile) * walk_.num_lines * walk_.num_words;
     }
 
-    __device__ int blocks_of(int tile) const {
+    __device__ Int first_ask(int head, int tile) const {
+        return (static_cast<Int>(head) * num_tiles() + tile) * walk_.num_words;
+    }
+
+    // Those of a word, of which those that ask are written.
+    __device__ int blocks_of(int tile, int word) const {
         if (*params_.broken != 0) {
             return 0;
         }
         const unsigned* const words = walk_.words + first_word(head_, tile);
-        int sum = 0;
-        for (int word = 0; word < walk_.num_words; ++word) {
-            unsigned some = 0;
-            for (int line = 0; line < walk_.num_lines; ++line) {
-                some |= words[line * walk_.num_words + word];
-            }
-            sum += __popc(some);
+        unsigned some = 0;
+        for (int line = 0; line < walk_.num_lines; ++line) {
+            some |= words[line * walk_.num_words + word];
         }
-        return sum;
+        if (walk_.asks != nullptr) {
+            walk_.asks[first_ask(head_, tile) + word] = asking_of(some, tile, word);
+        }
+        return __popc(some);
+    }
+
+    __device__ unsigned asking_of(unsigned blocks, int tile, int word) const {
+        const int b = tile / walk_.num_tiles, row = tile % walk_.num_tiles * walk_.tile_rows;
+        const EntryIntervals intervals(params_, b);
+        unsigned asking = 0;
+        for (unsigned left = blocks; left != 0; left &= left - 1) {
+            const int bit = __ffs(left) - 1, col = (word * kBlocksOfWord + bit) * walk_.block_cols;
+            const int row_end = row + walk_.tile_rows, col_end = col + walk_.block_cols;
+            const int first_key = b * (number_ == 0 ? walk_.total_cols : walk_.total_rows);
+            const bool is_all = number_ == 0 ? intervals.show_all(row, row_end, first_key + col, first_key + col_end)
+                                             : intervals.show_all(col, col_end, first_key + row, first_key + row_end);
+            asking |= is_all ? 0 : 1u << bit;
+        }
+        return asking;
     }
 
     // Those of a mean have no words, and as many columns as they have blocks.
@@ -241,6 +410,7 @@ private:
         const int run = head * num_tiles() + place;
         const int col_begin = is_mean ? 0 : b * walk_.total_cols;
         const int col_end = is_mean ? blocks * walk_.block_cols : col_begin + walk_.total_cols;
+        const Int asks = walk_.asks == nullptr ? 0 : walk_.asks - walk_.words + first_ask(head, tile);
         walk_.tiles[run] = {row_begin, row_end, run, run + (blocks > 0)};
         walk_.runs[run] = {row_begin,
                            row_end,
@@ -252,7 +422,7 @@ private:
                            blocks,
                            0,
                            0,
-                           0,
+                           is_mean ? 0 : static_cast<int>(asks),
                            is_mean ? 0 : static_cast<int>(first_word(head, tile))};
     }
 

@@ -102,8 +102,14 @@ class HopperKernel:
     def list_refusals(self, shape: ListShape) -> list[str]:
         return map_refusals(shape)
 
-    def plan_lists(self, lists: BlockLists, shape: ListShape, problem: AttnProblem) -> Plan:
-        return plan_of_lists(lists, shape, problem)
+    def plan_lists(
+        self,
+        lists: BlockLists,
+        shape: ListShape,
+        problem: AttnProblem,
+        intervals: Tensor | None = None,
+    ) -> Plan:
+        return plan_of_lists(lists, shape, problem, intervals)
 
     def forward(
         self,

@@ -182,15 +182,17 @@ BLOCK_LIST = Struct(
 )
 MAPPED_WALK = Struct(
     "MappedWalk",
-    _addresses("tiles", "runs", "words")
+    _addresses("tiles", "runs", "words", "asks")
     | _ints("tile_rows", "block_cols", "num_lines", "num_tiles", "num_words")
     | _ints("total_rows", "total_cols", "is_sorted"),
 )
 BLOCK_MAP = Struct(
     "BlockMapParams",
     {"lists": (BLOCK_LIST, 2)}
+    | _addresses("given_intervals", "intervals", "spans")
+    | _ints("num_intervals", "seqlen_q")
     | _addresses("broken", "num_done", "counts")
-    | {"flags": (ADDRESS, 2)}
+    | {"flags": (ADDRESS, 3)}
     | _ints("batch", "heads", "block_rows", "block_keys", "num_q", "num_k", "list_words")
     | {"walks": (MAPPED_WALK, 2)},
 )

@@ -18,7 +18,7 @@ from magi_compile._checks import MaskCheck, MaskDataError, require
 from magi_compile.functions.guards import Broken
 from magi_compile.functions.text import on_grids
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
-from magi_compile.masks.evaluation.block_lists import HOLDS_ALL, IS_FULL, BlockLists
+from magi_compile.masks.evaluation.block_lists import IS_FULL, OF_ONE_HEAD, BlockLists
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.slices import AttnSlices
 
@@ -62,34 +62,54 @@ class Grid(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """The listed blocks of a BlockMask.
+    """The listed blocks of a BlockMask: what is visible is shown by its mask_mod and lies in one of them.
 
     Attributes:
         partial: bool `[batch or 1, nheads or 1, q blocks, kv blocks]`, those that may be visible.
         full: the same of those in which everything is.
         rows: queries of a block.
         keys: keys of a block.
-        decide: whether the lists say what is visible, beside a mask_mod that shows everything; else they have to agree
-            with it.
     """
 
     partial: Tensor
     full: Tensor
     rows: int
     keys: int
-    decide: bool
 
     @classmethod
-    def of(cls, lists: BlockLists, rows: int, keys: int, grid: Grid, *, decide: bool) -> Listed:
-        """Raises MaskDataError where a block is listed that the mask does not have."""
+    def of(cls, lists: BlockLists, rows: int, keys: int, grid: Grid) -> Listed:
+        """Those of the mask of `grid`.
+
+        Args:
+            lists: of 1 or all batch entries and heads; if the mask is one of all heads, so must the lists be.
+            rows: queries of a block.
+            keys: keys of a block.
+            grid: of the mask.
+
+        Returns:
+            The blocks.
+
+        Raises:
+            MaskDataError: a block is listed that the mask does not have, or heads have other lists. On a GPU, later.
+        """
         num_q, num_k = -(-grid.seqlen_q // rows), -(-grid.seqlen_k // keys)
-        require(lists.index_checks(num_q, num_k))
-        return cls(*lists.grids(num_q, num_k), rows, keys, decide)
+        checks = lists.index_checks(num_q, num_k)
+        listed = cls(*lists.grids(num_q, num_k), rows, keys)
+        if grid.heads.q == 1 and listed.partial.shape[1] > 1:
+            checks.append(MaskCheck(~listed.head_differs.any(), *OF_ONE_HEAD, ()))
+        require(checks)
+        return listed
 
     @property
     def differ_by_head(self) -> bool:
         """True if lists differ between heads. Waits for the device if that is a GPU."""
-        return any(bool((x != x[:, :1]).any()) for x in (self.partial, self.full))
+        return bool(self.head_differs.any())
+
+    @property
+    def head_differs(self) -> Tensor:
+        """Which heads see other blocks than the first one, bool `[batch or 1, nheads or 1]`."""
+        is_listed = self.partial | self.full
+        return (is_listed != is_listed[:, :1]).flatten(2).any(2)
 
     def of_pairs(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """True if the pairs of blocks `[n, BLOCK]` of queries and keys lie in partial and in full blocks."""
@@ -113,15 +133,15 @@ def slices_with_bits(
     Args:
         mask_mod: what it shows of a batch entry, head, query and key.
         grid: which there are.
-        listed: the block lists that decide beside it, as FlexAttention reads them; None where there are none.
+        listed: the block lists beside it; None where there are none.
         device: where to compute.
 
     Returns:
         The slices, with their bit blocks.
 
     Raises:
-        MaskDataError: the mask_mod looks up what a captured tensor does not have, or divides by zero; the block lists
-            contradict it. On a GPU, later.
+        MaskDataError: the mask_mod looks up what a captured tensor does not have, or divides by zero; it hides keys in
+            a full block. On a GPU, later.
     """
     count = grid.num_blocks
     bits = torch.empty(count + 1, BLOCK, WORDS, dtype=torch.int32, device=device)
@@ -133,11 +153,9 @@ def slices_with_bits(
         pairs = _Pairs.of(grid, numbers)
         shown, is_inside = _evaluate(mask_mod, pairs, faults), pairs.is_inside
         if listed is not None:
-            if listed.decide:
-                in_partial, in_full = listed.of_pairs(*pairs[:4])
-                shown = (in_partial | in_full) & is_inside
-            else:
-                faults.add_disputes(shown, pairs, listed)
+            in_partial, in_full = listed.of_pairs(*pairs[:4])
+            faults.add_disputes(in_full & is_inside & ~shown, pairs, listed)
+            shown &= in_partial | in_full
         num_shown = shown.sum((1, 2), dtype=torch.int32)
         has_bits = (num_shown > 0) & (num_shown < is_inside.sum((1, 2), dtype=torch.int32))
         place = num_bits + has_bits.cumsum(0) - 1
@@ -186,7 +204,7 @@ def visible_blocks(
 def _candidates(grid: Grid, listed: Listed | None, device: torch.device) -> Iterator[Tensor]:
     """The blocks in which something may be visible, some at a time."""
     numbers = torch.arange(grid.num_blocks, device=device)
-    if listed is not None and listed.decide and device.type == "cpu":
+    if listed is not None and device.type == "cpu":
         numbers = numbers[_are_listed(grid, listed)]
     return filter(len, numbers.split(MAX_BLOCKS if device.type == "cpu" else MAX_BLOCKS_ON_GPU))
 
@@ -290,22 +308,17 @@ class _Faults:
 
             self.add(what.words_at_pair, where, of_pair)
 
-    def add_disputes(self, shown: Tensor, pairs: _Pairs, listed: Listed) -> None:
-        """Adds the pairs where block lists and the mask differ."""
-        in_partial, in_full = listed.of_pairs(*pairs[:4])
-        for words, broken in (
-            (HOLDS_ALL, shown & ~(in_partial | in_full)),
-            (IS_FULL, in_full & pairs.is_inside & ~shown),
-        ):
-            self.add(
-                words,
-                broken,
-                lambda n, row, key: (
-                    pairs.kv[n, key] // listed.keys,
-                    pairs.q[n, row] // listed.rows,
-                    pairs.b[n],
-                ),
-            )
+    def add_disputes(self, broken: Tensor, pairs: _Pairs, listed: Listed) -> None:
+        """Adds the pairs in full blocks that the mask hides."""
+        self.add(
+            IS_FULL,
+            broken,
+            lambda n, row, key: (
+                pairs.kv[n, key] // listed.keys,
+                pairs.q[n, row] // listed.rows,
+                pairs.b[n],
+            ),
+        )
 
     @property
     def checks(self) -> list[MaskCheck]:

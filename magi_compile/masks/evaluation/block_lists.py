@@ -10,17 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck
+from magi_compile._checks import MaskCheck, of_intervals
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 
 # What is checked, and what is found where it is not so: a kv block, a q block and a batch entry.
 HOLDS_ALL = (
-    "the block lists of `block_mask` must hold every block in which its mask_mod shows keys",
+    of_intervals(
+        "the block lists of `block_mask` must hold every block in which its mask_mod shows keys, as those did that the "
+        "graph was compiled with"
+    ),
     "they leave out kv block {} of q block {} of batch entry {}",
 )
 IS_FULL = (
     "the full blocks of `block_mask` must be blocks in which its mask_mod hides no key",
     "it hides some in kv block {} of q block {} of batch entry {}",
+)
+OF_ONE_HEAD = (
+    "the block lists of `block_mask` must be the same for all heads in a graph that was compiled for such lists",
+    "they differ; compile it again, with the lists of each head",
 )
 
 

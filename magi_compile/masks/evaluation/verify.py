@@ -18,7 +18,7 @@ from magi_compile._checks import MaskCheck
 from magi_compile.functions.text import at_points, names_of_captures
 from magi_compile.masks.bits import BLOCK as BIT_BLOCK
 from magi_compile.masks.bits import FIRST_BITS
-from magi_compile.masks.evaluation.bit_blocks import Grid
+from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.program import MaskProgram
@@ -157,14 +157,23 @@ def check_bits(
     symbols: Sequence[int],
     slices: AttnSlices,
     grid: Grid,
+    listed: Listed | None = None,
 ) -> list[MaskCheck]:
-    """The same of slices of the blocks of `grid`, of which the n-th may have bits."""
+    """The same of slices of the blocks of `grid`, of which the n-th may have bits, and in the blocks that are
+    `listed`."""
     if not grid.num_blocks or not program.is_verifiable:
         return []
     device = slices.mask_types.device
     points = random_points(NUM_POINTS, grid.sizes, device)
     shown = shown_by_bits(slices, points, grid)
-    return _checks(program, tables, symbols, points, shown, grid.heads.q)
+    is_listed = None if listed is None else _are_listed(listed, points, grid.heads.q)
+    return _checks(program, tables, symbols, points, shown, grid.heads.q, is_listed)
+
+
+def _are_listed(listed: Listed, points: Points, heads: int) -> Tensor:
+    b, h = points.entry // heads, points.entry % heads
+    partial, full = listed.of_pairs(b, h, points.q[:, None], points.kv[:, None])
+    return (partial | full).flatten()
 
 
 def shown_by_bits(slices: AttnSlices, points: Points, grid: Grid) -> Tensor:
@@ -186,6 +195,7 @@ def _checks(
     points: Points,
     shown: Tensor,
     heads: int,
+    is_listed: Tensor | None = None,
 ) -> list[MaskCheck]:
     named = names_of_captures(tables, symbols)
     b, h = points.entry // heads, points.entry % heads
@@ -193,6 +203,8 @@ def _checks(
     names = [name for name in arguments if name != "h" or program.looks_at("h")]
     where = ", ".join(f"{name} = {{}}" for name in names)
     wanted = (at_points(program.functions["mask"], arguments, named) != 0).expand_as(shown)
+    if is_listed is not None:
+        wanted = wanted & is_listed
     checks = []
     for is_wrong, mask_mod, slices in (
         (wanted & ~shown, "shows", "hide"),

@@ -41,13 +41,17 @@ def _mask_bits(*arguments: Any) -> Lists:
 
 
 def _from_intervals(call: MaskCall) -> AttnSlices | None:
-    """The slices of intervals; None where these data have none, or more than there is room for."""
+    """The slices of intervals; None where these data have none, or more than there is room for, or where block lists
+    hide something of them."""
     device = torch.device("cpu")
     intervals = exact_intervals(call.mask, call.tables, call.symbols, **call.lengths, device=device)
     if intervals is None:
         return None
     if lists := call.lists:
-        require(lists.checks(intervals, *call.block_size))
+        holds_all, *others = lists.checks(intervals, *call.block_size)
+        if not bool(holds_all.ok):
+            return None
+        require(others)
     slices, fits = padded_slices_from_intervals(intervals, call.capacity)
     return slices if bool(fits.ok) else None
 
@@ -57,7 +61,7 @@ def _from_mask_mod(call: MaskCall) -> AttnSlices:
     mask, grid, listed = call.mask, call.grid, None
     if lists := call.lists:
         rows, keys = call.block_size
-        listed = Listed.of(lists, rows, keys, grid, decide=mask.is_always_true)
+        listed = Listed.of(lists, rows, keys, grid)
     on_device = mask_bits_kernel(arch_of(call.device))
     if on_device is not None:
         made = on_device.run(mask, call.tables, call.symbols, grid, listed, call.device)
@@ -76,9 +80,7 @@ def _looked_at_again(
 ) -> AttnSlices:
     """The slices of a kernel, after the second opinion."""
     slices = call.slices(lists, bits)
-    if listed is not None and listed.decide:
-        return slices  # of which the mask_mod says nothing
-    checks = call.second_opinion(slices)
+    checks = call.second_opinion(slices, listed=listed)
     require(checks)
     call.passed(slices)
     return call.slices(empty_where_broken(lists, checks), bits)

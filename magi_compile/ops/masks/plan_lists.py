@@ -1,4 +1,5 @@
-"""magi::plan_lists: the block lists of a mask -> how a kernel walks them, packed; there are no slices."""
+"""magi::plan_lists: the block lists of a mask, and the key intervals that each query sees besides -> how a kernel walks
+them, packed; there are no slices."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from magi_compile.kernels.base import AttnProblem, CompiledKernel
 from magi_compile.kernels.mapped import MappedKernel, block_map_of, fake_plan_of_lists
 from magi_compile.kernels.plan import Plan, pack
 from magi_compile.kernels.select import ScoreNeeds, select_for_lists
-from magi_compile.masks.block_mask import reached_by, shows_everything
+from magi_compile.masks.block_mask import beside_lists, reached_by
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops.library import chosen_for
+from magi_compile.ops.masks.mask_intervals import packed_intervals
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.plan.block_map import ListShape
 
@@ -28,12 +30,26 @@ _lib = torch.library.Library("magi", "FRAGMENT")
 
 
 def shape_of_lists(
-    lists: BlockLists, block_size: Sequence[int], batch: Any, seqlen_q: Any, seqlen_k: Any
+    lists: BlockLists,
+    block_size: Sequence[int],
+    sizes: Sequence[Any],
+    intervals: int = 0,
 ) -> ListShape:
-    """The sizes of a mask of `lists`, real or fake ones or nodes' values."""
+    """The sizes of a mask of `lists`, real or fake ones or nodes' values.
+
+    Args:
+        lists: of some heads.
+        block_size: queries and keys of a block.
+        sizes: batch entries, and queries and keys of one.
+        intervals: that a query sees at most besides; 0 if the lists say all.
+
+    Returns:
+        The sizes.
+    """
     heads = max(int(num_blocks.shape[1]) for num_blocks, _ in lists.kinds)
+    batch, seqlen_q, seqlen_k = sizes
     rows, keys = (int(size) for size in block_size)
-    return ListShape(batch, heads, seqlen_q, seqlen_k, rows, keys)
+    return ListShape(batch, heads, seqlen_q, seqlen_k, rows, keys, intervals)
 
 
 class _ListCall(NamedTuple):
@@ -49,6 +65,7 @@ class _ListCall(NamedTuple):
     softcap: float
     kernel: str
     has_score: bool = False
+    intervals: Tensor | None = None
 
     @property
     def lists(self) -> BlockLists:
@@ -56,7 +73,9 @@ class _ListCall(NamedTuple):
 
     @property
     def shape(self) -> ListShape:
-        return shape_of_lists(self.lists, self.block_size, self.batch, self.seqlen_q, self.seqlen_k)
+        sizes = self.batch, self.seqlen_q, self.seqlen_k
+        count = 0 if self.intervals is None else int(self.intervals.shape[1])
+        return shape_of_lists(self.lists, self.block_size, sizes, count)
 
     def chosen(self) -> tuple[MappedKernel, AttnProblem]:
         """The kernel, and its problem."""
@@ -76,7 +95,7 @@ def _plan_lists(*arguments: Any) -> list[Tensor]:
     kernel, problem = call.chosen()
     if call.block_lists[0].device.type == "cuda":
         hand_over_to_launcher()
-    return pack(kernel.plan_lists(call.lists, call.shape, problem))
+    return pack(kernel.plan_lists(call.lists, call.shape, problem, call.intervals))
 
 
 def _plan_lists_fake(*arguments: Any) -> list[Tensor]:
@@ -91,7 +110,8 @@ def _plan_lists_fake(*arguments: Any) -> list[Tensor]:
 define_repeatable(
     _lib,
     "plan_lists(Tensor[] block_lists, int[] block_size, SymInt batch, SymInt seqlen_q, SymInt seqlen_k, "
-    "ScalarType dtype, int[] heads, float softcap, str kernel, bool has_score=False) -> Tensor[]",
+    "ScalarType dtype, int[] heads, float softcap, str kernel, bool has_score=False, "
+    "Tensor? intervals=None) -> Tensor[]",
     *(_plan_lists, _plan_lists_fake),
 )
 
@@ -118,10 +138,33 @@ def plan_of_block_mask(
     device = block_mask.kv_num_blocks.device
     if device.type != "cuda" or max(block_mask.BLOCK_SIZE) >= _compat.LARGE_SPARSE_BLOCK_SIZE:
         return []
-    block_size = [int(size) for size in block_mask.BLOCK_SIZE]
     given = [getattr(block_mask, name) for name in BlockLists._fields]
-    lists = BlockLists(*given)
-    shape = shape_of_lists(lists, block_size, *sizes)
+    watched = [x for x in given if x is not None]
+
+    def make() -> Made:
+        reached = reached_by(block_mask)
+        plan = _planned(block_mask, BlockLists(*given), sizes, problem, score)
+        if not reached.is_unchanged():
+            return Made(plan, None)
+        return Made(plan, watched, reached.is_unchanged)
+
+    key = (problem, score and score.program.text, sizes)
+    return _plans.get((block_mask,), key, make, device, serves_capture=True)
+
+
+def _planned(
+    block_mask: BlockMask,
+    lists: BlockLists,
+    sizes: tuple[int, int, int],
+    problem: AttnProblem,
+    score: ScoreNeeds | None,
+) -> list[Tensor]:
+    """`plan_of_block_mask` of its lists, made now."""
+    found = beside_lists(block_mask, sizes)
+    if found is None:
+        return []
+    intervals = None if found.num_intervals == 0 else packed_intervals(found, found.num_intervals)
+    shape = shape_of_lists(lists, block_mask.BLOCK_SIZE, sizes, found.num_intervals)
     if shape.heads not in (1, problem.nheads_q):
         return []
     try:
@@ -130,15 +173,4 @@ def plan_of_block_mask(
         return []
     kernel = selection.kernel
     assert isinstance(kernel, MappedKernel)
-
-    def make() -> Made:
-        reached, plan = reached_by(block_mask), []
-        if shows_everything(block_mask.mask_mod, device):
-            plan = pack(kernel.plan_lists(lists, shape, problem))
-        watched = [x for x in given if x is not None]
-        if not reached.is_unchanged():
-            return Made(plan, None)
-        return Made(plan, watched, reached.is_unchanged)
-
-    key = (kernel.name, kernel.plan_key(problem), sizes)
-    return _plans.get((block_mask,), key, make, device, serves_capture=True)
+    return pack(kernel.plan_lists(lists, shape, problem, intervals))

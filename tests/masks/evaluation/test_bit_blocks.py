@@ -54,7 +54,15 @@ def test_slices_are_the_mask(sizes):
     assert fewer.bits.shape[0] == int((slices.mask_types >= FIRST_BITS).sum())
 
 
-def test_random_lists_decide():
+def _everything(b, h, q, kv):
+    return q >= 0
+
+
+def _only_partial(b, h, q, kv):
+    return q % 3 >= kv % 2
+
+
+def test_random_lists():
     generator = random.Random(0)
     for _ in range(20):
         rows, keys = generator.choice([16, 48, 100, 128, 200]), generator.choice([32, 80, 256])
@@ -68,10 +76,16 @@ def test_random_lists_decide():
             for x in (kind.sum(-1).int(), kind.int().argsort(dim=-1, descending=True).int())
         ]
         grid = Grid(2, Heads(2, 2), seqlen_q, seqlen_k)
-        listed = Listed.of(BlockLists(*lists), rows, keys, grid, decide=True)
-        slices = slices_with_bits(lambda b, h, q, kv: q >= 0, grid, listed, CPU)
+        listed = Listed.of(BlockLists(*lists), rows, keys, grid)
+        grid_mod = _only_partial if (has_mask := generator.random() < 0.5) else _everything
+        if has_mask:
+            listed = Listed.of(BlockLists(*lists[:2]), rows, keys, grid)
+            is_listed = kinds[0]
+        slices = slices_with_bits(grid_mod, grid, listed, CPU)
         wanted = is_listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
         wanted = wanted.expand(-1, 2, -1, -1)[:, :, :seqlen_q, :seqlen_k].flatten(0, 1)
+        if has_mask:
+            wanted = wanted & (torch.arange(seqlen_q)[:, None] % 3 >= torch.arange(seqlen_k) % 2)
         dense = slices.to_dense().view(4, seqlen_q, 4, seqlen_k)
         assert all(torch.equal(dense[i, :, i], wanted[i]) for i in range(4))
 

@@ -16,9 +16,10 @@ from magi_compile.kernels.heuristics import (
     backward_config,
     backward_passes,
     backward_sections,
+    map_intervals,
     map_passes,
 )
-from magi_compile.kernels.mapped import shape_of_lists_in, walk_shapes
+from magi_compile.kernels.mapped import intervals_offset, shape_of_lists_in, walk_shapes
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.sm90.backward.order import turns_of_tiles
 from magi_compile.kernels.sm90.backward.variants import (
@@ -243,12 +244,15 @@ class _Pass:
         dtype, cols = problem.dtype, config.block_cols
         rows = config.tile_rows // config.num_ctas
         score = shape.score
-        struct = params_of(
-            BACKWARD, problem.has_bits, None if score is None else len(score.words) + 1
-        )
+        asks = map_intervals(problem) > 0
+        num_words = None if score is None else len(score.words) + 1
+        struct = params_of(BACKWARD, problem.has_bits or asks, num_words)
         fields: dict[str, Any] = {}
-        if problem.has_bits or score is not None:
+        if problem.has_bits or asks or score is not None:
             fields["bits"] = Pointer(_BITS) if problem.has_bits else None
+        if asks:
+            offset = intervals_offset(problem, shape.total_q, of_k[0][0])
+            fields["bits"] = Pointer(_TURNS, offset)
         if score is not None:
             fields["score"] = score.fields
         params = struct.pack(
@@ -407,9 +411,9 @@ def _given(
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     turns = None
-    if deterministic and problem.block_map is not None:
+    if problem.block_map is not None:
         assert q_walk is not None
-        turns = q_walk.edges  # the words, which say it too
+        turns = q_walk.edges  # the words, which say it too, and the intervals
     elif deterministic:
         turns = turns_of_tiles(tiles, runs, prepared.row_groups)
     return [dout, dlse, q, out, lse, tiles, runs, edges, bits, turns], prepared

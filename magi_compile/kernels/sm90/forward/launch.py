@@ -15,8 +15,10 @@ from magi_compile.kernels.heuristics import (
     forward_config,
     heads_per_section,
     is_between_hopper_head_dims,
+    map_intervals,
     map_lines,
 )
+from magi_compile.kernels.mapped import intervals_offset
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.sm90.params import FORWARD, params_of
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
@@ -79,6 +81,7 @@ def forward_variant(
         "FFA_HAS_STAIRS": str(has_stairs or problem.has_bits).lower(),
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_MAP_LINES": map_lines(problem).q,
+        "FFA_MAP_INTERVALS": map_intervals(problem),
         "FFA_HAS_REMOTE_KEYS": str(is_early or config.always_takes_remote_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
         "FFA_HAS_MAX_SCORES": str(problem.has_max_scores).lower(),
@@ -89,7 +92,9 @@ def forward_variant(
         "ffa_forward",
         tuple((k, str(v)) for k, v in defines.items()),
         score_headers(score),
-        may_spill=score is not None or is_between_hopper_head_dims(problem),
+        may_spill=score is not None
+        or is_between_hopper_head_dims(problem)
+        or map_intervals(problem) > 1,
     )
 
 
@@ -254,9 +259,14 @@ def forward_launch(
         "tiles": fields.pop("tiles"),
         "ticket": Pointer(ticket) if has_ticket else None,
     }
-    struct = params_of(FORWARD, problem.has_bits, None if score is None else len(score.words) + 1)
-    if problem.has_bits or score is not None:
+    asks = map_intervals(problem) > 0
+    num_words = None if score is None else len(score.words) + 1
+    struct = params_of(FORWARD, problem.has_bits or asks, num_words)
+    if problem.has_bits or asks or score is not None:
         fields["bits"] = Pointer(BITS) if problem.has_bits else None
+    if asks:
+        totals = (x[0][0] for x in layouts[:2])
+        fields["bits"] = Pointer(EDGES, intervals_offset(problem, *totals))
     if score is not None:
         fields["score"] = score.fields
     params = struct.pack(

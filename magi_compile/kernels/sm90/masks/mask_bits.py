@@ -27,7 +27,7 @@ from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
-from magi_compile.masks.evaluation.block_lists import HOLDS_ALL, IS_FULL
+from magi_compile.masks.evaluation.block_lists import IS_FULL
 from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.program import MaskProgram
 
@@ -53,14 +53,13 @@ class BitsCall(NamedTuple):
     call: Call
 
 
-def bits_variant(source: BitsSource, decides: bool | None) -> Variant:
-    """The kernel to compile; `decides` as in `Listed`, None where there are no block lists."""
-    how = "kNone" if decides is None else "kDecide" if decides else "kAgree"
+def bits_variant(source: BitsSource, *, has_lists: bool) -> Variant:
+    """The kernel to compile, of a mask with or without block lists."""
     headers = (("mask_mod.cuh", source.text),)
     return Variant(
         "masks/mask_bits.cu",
         "ffa_mask_bits",
-        (("FFA_LISTS", how),),
+        (("FFA_HAS_LISTS", str(has_lists).lower()),),
         headers,
         may_spill=True,
         is_exact=True,
@@ -115,15 +114,14 @@ def begin_mask_bits(
 ) -> None:
     """Begins to compile what `mask_bits_on_device` launches for arguments like these, of which tensors may be fake.
     Raises UnknownOperation where it launches nothing."""
-    decides = program.is_always_true if has_lists else None
-    key = (program, tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tables]), decides)
+    key = (program, tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tables]), has_lists)
     if key in _begun:  # a graph asks several times, and tracing takes longer than all else here
         return
     if len(_begun) >= _MAX_PREPARED:
         _begun.clear()
     _begun.add(key)
     source = bits_source(mask_graph(program.functions["mask"], tables, device), program.names)
-    ahead.begin([bits_variant(source, decides)])
+    ahead.begin([bits_variant(source, has_lists=has_lists)])
 
 
 _begun: set[Any] = set()
@@ -156,7 +154,7 @@ def prepare(
         tables: the captured tensors.
         symbols: the captured ints.
         grid: the blocks of the mask.
-        listed: the block lists that decide beside the mask_mod; None where there are none.
+        listed: the block lists beside the mask_mod; None where there are none.
         device: where the mask is evaluated.
 
     Returns:
@@ -218,7 +216,7 @@ def _prepare(
         num_tables += 1
         words += [x for pair in zip(table.shape, table.stride(), strict=True) for x in pair]
     checks = [check.words_at_pair for check in source.checks]
-    checks += [HOLDS_ALL, IS_FULL] if listed is not None and not listed.decide else []
+    checks += [] if listed is None else [IS_FULL]
     words += [*flag_addresses(device, checks), 0]
     first_made = num_tables + (0 if listed is None else 2)
     count, num_found = grid.num_blocks, 2 * len(checks)
@@ -240,7 +238,7 @@ def _prepare(
         **_list_fields(listed, num_tables),
     }
     params = mask_mod_params(len(words)).pack(fixed=fixed, words=words)
-    function = load_function(bits_variant(source, listed.decide if listed else None), device.index)
+    function = load_function(bits_variant(source, has_lists=listed is not None), device.index)
     launch = Launch(function, count, _THREADS, params, shared_bytes=0)
     return BitsCall(compute, source, Call(tuple(made), (launch,)))
 

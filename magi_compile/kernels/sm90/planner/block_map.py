@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.base import AttnProblem
@@ -25,9 +26,10 @@ from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
-from magi_compile.masks.evaluation.block_lists import BlockLists, broadcast
+from magi_compile.masks.evaluation.block_lists import IS_FULL, BlockLists, broadcast
 from magi_compile.plan.block_map import (
     MOST_SORTED,
+    ROWS_OF_SPAN,
     ListShape,
     MapWalkShape,
     walk_of_lists,
@@ -45,6 +47,9 @@ COUNTS = (
 )
 
 
+FULL = (IS_FULL[0], "it hides some in kv block {} of q block {} of head {} of batch entry {}")
+
+
 @cache
 def block_map_variants() -> tuple[Variant, Variant]:
     """The kernels to compile: of lists, and of tiles."""
@@ -54,19 +59,24 @@ def block_map_variants() -> tuple[Variant, Variant]:
     )
 
 
-def plan_of_lists(lists: BlockLists, shape: ListShape, problem: AttnProblem) -> Plan:
+def plan_of_lists(
+    lists: BlockLists, shape: ListShape, problem: AttnProblem, intervals: Tensor | None = None
+) -> Plan:
     """The plan of `lists`: on their GPU, on torch's current stream, without a wait; elsewhere by operations of torch.
 
     Args:
         lists: ints, as in a BlockMask, of 1 or `shape.batch` batch entries and 1 or `shape.heads` heads.
         shape: nothing is in `map_refusals` of it.
         problem: has the `block_map_of` the shape.
+        intervals: int32 `[batch * seqlen_q, shape.intervals, 2]`, contiguous: begin and end of the columns of all
+            entries that each query sees besides; None where the lists say all.
 
     Returns:
         The plan, packed.
 
     Raises:
-        MaskDataError: a list names a block that there is not, on a GPU with a later call.
+        MaskDataError: a list names a block that there is not, or a full block of which a query does not see everything;
+            on a GPU with a later call.
         NotImplementedError: there is no room for so many blocks.
         ValueError: there are too few lists, or of other batch entries or heads.
     """
@@ -81,14 +91,15 @@ def plan_of_lists(lists: BlockLists, shape: ListShape, problem: AttnProblem) -> 
     if not _is_on_gpu(lists):
         is_partial, is_full = lists.grids(shape.num_q, shape.num_k)
         listed = (is_partial | is_full).expand(shape.batch, shape.heads, -1, -1)
-        q_walk, k_walk = (walk_of_lists(listed, walk) for walk in walks)
+        q_walk, k_walk = (walk_of_lists(listed, walk, intervals) for walk in walks)
         return Plan(tiles, q_walk, k_walk, q_walk.tiles.new_zeros(0), block_map=problem.block_map)
     raise_pending()
     kinds = [[x.int() for x in broadcast(kind, shape.num_q)] for kind in lists.kinds]
     layouts = tuple((x.shape, x.stride()) for kind in kinds for x in kind)
     with on_device(device):
         call = _call(layouts, shape, walks, tiles, problem.block_map, device)
-        packed, tensor, *_ = call.run([x for kind in kinds for x in kind], device)
+        given = [x for kind in kinds for x in kind]
+        packed, tensor, *_ = call.run([*given, intervals], device)
     return unpack([packed, tensor])
 
 
@@ -106,24 +117,29 @@ def _call(
     device: torch.device,
 ) -> Call:
     """The call that makes the plan, of lists with such sizes and strides."""
-    num_given = len(layouts)
-    packed, scratch = num_given, num_given + 2
+    given_intervals = len(layouts)
+    packed, scratch, spans = (given_intervals + i for i in (1, 3, 4))
     layout = layout_of(walks)
     offsets = layout.offsets
     fields = [
         _walk_fields(walk, [Pointer(packed, 4 * x) for x in offsets[first : first + 3]])
         for walk, first in zip(walks, (0, 4), strict=True)
     ]
-    kinds = [layouts[i : i + 2] for i in range(0, num_given, 2)]
+    kinds = [layouts[i : i + 2] for i in range(0, given_intervals, 2)]
     lists = [list_fields(kind, 2 * i, shape.batch) for i, kind in enumerate(kinds)]
     lists += [list_fields(None, 0, shape.batch)] * (2 - len(kinds))
     list_words = words_of(shape.num_k)
     params = BLOCK_MAP.pack(
         lists=lists,
+        given_intervals=Pointer(given_intervals) if shape.intervals else None,
+        intervals=Pointer(packed, 4 * (offsets[2] + walks[0].first_interval)),
+        spans=Pointer(spans),
+        num_intervals=shape.intervals,
+        seqlen_q=shape.seqlen_q,
         broken=Pointer(scratch),
         num_done=Pointer(scratch, 4),
         counts=Pointer(scratch, 8),
-        flags=flag_addresses(device, [INDICES, COUNTS]),
+        flags=flag_addresses(device, [INDICES, COUNTS, FULL]),
         batch=shape.batch,
         heads=shape.heads,
         block_rows=shape.block_rows,
@@ -151,6 +167,9 @@ def _call(
         Buffer.of((offsets[-1],), torch.int32),
         Buffer(sizes, strides_of(sizes), torch.int32),
         Buffer.of((num_scratch,), torch.int32, zeros=num_scratch),
+        Buffer.of(
+            (shape.batch * -(-shape.seqlen_q // ROWS_OF_SPAN) * shape.intervals, 4), torch.int32
+        ),
     )
     return Call(made, launches)
 
@@ -163,6 +182,9 @@ def _walk_fields(walk: MapWalkShape, places: list[Pointer]) -> dict[str, Any]:
         "tiles": tiles,
         "runs": runs,
         "words": words,
+        "asks": Pointer(words.buffer, words.offset + 4 * walk.first_ask)
+        if walk.lists.intervals
+        else None,
         "tile_rows": walk.tile_rows,
         "block_cols": walk.block_cols,
         "num_lines": walk.num_lines,

@@ -190,12 +190,12 @@ def cases_at_random() -> dict[str, Case]:
 MAIN = """
 #include "masks/mask_bits.cuh"
 {masks}
-template <class Mask, ffa::Lists kLists>
+template <class Mask, bool kHasLists>
 void run(const char* params, int block, int num_blocks) {{
     static ffa::BitsOfBlock shared;
     const auto& fixed = *reinterpret_cast<const ffa::MaskBitsParams*>(params);
     const auto* words = reinterpret_cast<const ffa::Int*>(params + sizeof(fixed));
-    ffa::MaskBits<Mask, kLists>(fixed, words, shared).run(block, num_blocks);
+    ffa::MaskBits<Mask, kHasLists>(fixed, words, shared).run(block, num_blocks);
 }}
 extern "C" void run(int mask, const char* params, int block, int num_blocks) {{
     switch (mask) {{
@@ -203,7 +203,6 @@ extern "C" void run(int mask, const char* params, int block, int num_blocks) {{
     }}
 }}
 """
-HOW = ("kNone", "kAgree", "kDecide")
 TRAPS = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
 REPLACED = {
     "common/block.cuh": "one_thread.cuh",
@@ -212,16 +211,16 @@ REPLACED = {
 
 
 def compiled(directories, wanted):
-    """The kernels of `wanted`, cases and how lists count, as one function of a case's prepared call and its tensors."""
-    texts = dict.fromkeys((source_of(case).text, how) for case, how in wanted)
+    """The kernels of `wanted`, cases with or without lists, as one function of a prepared call and its tensors."""
+    texts = dict.fromkeys((source_of(case).text, has_lists) for case, has_lists in wanted)
     numbers = {key: number for number, key in enumerate(texts)}
     masks = [
         text.replace("struct Mask ", f"struct Mask{number} ")
         for (text, _), number in numbers.items()
     ]
     lines = [
-        f"case {number}: return run<ffa::Mask{number}, ffa::Lists::{how}>(params, block, num_blocks);"
-        for (_, how), number in numbers.items()
+        f"case {number}: return run<ffa::Mask{number}, {str(has_lists).lower()}>(params, block, num_blocks);"
+        for (_, has_lists), number in numbers.items()
     ]
     main = MAIN.format(masks="\n".join(masks), cases="\n".join(lines))
     options = f"-O0 -fno-sanitize-recover {TRAPS}"
@@ -234,7 +233,8 @@ def compiled(directories, wanted):
             tensor.view(-1)[: buffer.zeros] = 0
         for launch in prepared.call.launches:
             params = launch.params_at(calls.addresses_of([*given, *made]))
-            number = numbers[prepared.source.text, dict(launch.function.defines)["FFA_LISTS"]]
+            has_lists = dict(launch.function.defines)["FFA_HAS_LISTS"] == "true"
+            number = numbers[prepared.source.text, has_lists]
             for block in torch.randperm(launch.grid).tolist():
                 kernel(
                     number, (ctypes.c_char * len(params)).from_buffer(params), block, launch.grid
@@ -247,7 +247,7 @@ def compiled(directories, wanted):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     wanted = [*map(case_named, NAMES), *cases_at_random().values()]
-    return compiled(tmp_path_factory, [(case, "kNone") for case in wanted])
+    return compiled(tmp_path_factory, [(case, False) for case in wanted])
 
 
 def by_tensors(case: Case, listed: Listed | None = None) -> AttnSlices:
@@ -312,13 +312,13 @@ def right_lists(case, rows, keys, heads):
     return seen & ~full, full
 
 
-def listed(case, grids, rows, keys, *, decide=False):
+def listed(case, grids, rows, keys):
     lists = [
         x
         for grid in grids
         for x in (grid.sum(-1).int(), grid.int().argsort(dim=-1, descending=True).int())
     ]
-    return Listed.of(BlockLists(*lists), rows, keys, case.grid, decide=decide)
+    return Listed.of(BlockLists(*lists), rows, keys, case.grid)
 
 
 BY_HEAD = text_case(
@@ -331,7 +331,7 @@ EVERYTHING = text_case("b.new_ones((), dtype=torch.bool)", [], grid=BY_HEAD.grid
 
 @pytest.fixture(scope="module")
 def run_with_lists(tmp_path_factory):
-    return compiled(tmp_path_factory, [(BY_HEAD, "kAgree"), (EVERYTHING, "kDecide")])
+    return compiled(tmp_path_factory, [(BY_HEAD, True), (EVERYTHING, True)])
 
 
 @pytest.mark.parametrize("block", [(16, 16), (48, 80)], ids=str)
@@ -343,7 +343,7 @@ def test_block_lists(block, wrong, run_with_lists, no_flags):
     elif wrong:
         full[0, 1, 0, -1] = True
     lists = listed(BY_HEAD, (partial, full), *block)
-    if wrong is None:
+    if wrong != "called full":
         assert_same(run_with_lists(BY_HEAD, lists), by_tensors(BY_HEAD, lists))
         _checks.synchronize_checks()
         return
@@ -357,7 +357,7 @@ def test_block_lists(block, wrong, run_with_lists, no_flags):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_block_lists_that_decide(heads, run_with_lists, no_flags):
     grids = torch.rand(2, 2, heads, 9, 2, generator=torch.Generator().manual_seed(0)) < 0.5
-    lists = listed(EVERYTHING, (grids[0] & ~grids[1], grids[1]), 16, 80, decide=True)
+    lists = listed(EVERYTHING, (grids[0] & ~grids[1], grids[1]), 16, 80)
     assert_same(run_with_lists(EVERYTHING, lists), by_tensors(EVERYTHING, lists))
 
 
@@ -373,16 +373,16 @@ def test_the_first_pair_is_named(run, no_flags):
     "name", ["neighbourhood", "video_tiles", "t0[q] // t0[kv] > t0[q] % t0[kv]", "t0[b, h, q] == t0[b, h, kv]"]
 )  # fmt: skip
 def test_compiles(name):
-    cubin, log = nvrtc.run_nvrtc(mask_bits.bits_variant(source_of(case_named(name)), None))
+    cubin, log = nvrtc.run_nvrtc(
+        mask_bits.bits_variant(source_of(case_named(name)), has_lists=False)
+    )
     assert cubin.startswith(b"\x7fELF")
     assert nvrtc.parse_resources(log).spilled_bytes == 0
 
 
 def test_compiles_with_block_lists():
-    for case, decide in ((BY_HEAD, False), (EVERYTHING, True)):
-        grids = torch.ones(2, 2, 2, 9, 10, dtype=torch.bool)
-        lists = listed(case, grids, 16, 16, decide=decide)
-        _, log = nvrtc.run_nvrtc(mask_bits.bits_variant(source_of(case), lists))
+    for case in (BY_HEAD, EVERYTHING):
+        _, log = nvrtc.run_nvrtc(mask_bits.bits_variant(source_of(case), has_lists=True))
         assert nvrtc.parse_resources(log).spilled_bytes == 0
 
 

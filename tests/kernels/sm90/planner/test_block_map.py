@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from magi_compile._checks import MaskDataError
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.mapped import block_map_of, walk_shapes
 from magi_compile.kernels.sm90.planner import block_map as planner
@@ -85,6 +86,26 @@ def lists_of(listed, seed=0, full_share=0.5):
     return BlockLists(*kinds)
 
 
+INTERVALS = ("causal", "any", "two")
+
+
+def intervals_of(shape, kind, seed=0):
+    """Those of queries, of columns of all entries, `[batch * seqlen_q, shape.intervals, 2]`: some of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    size = shape.batch, shape.seqlen_q, shape.intervals
+    row = torch.arange(shape.seqlen_q)[None, :, None].expand(size)
+    begin, end = row * 0, (row + 1).clamp(max=shape.seqlen_k)
+    if kind != "causal":
+        edges = torch.randint(0, shape.seqlen_k + 1, (2, *size), generator=generator)
+        begin, end = edges.sort(0).values
+        begin[:, ::7], end[:, ::7] = 0, 0
+        begin[:, : shape.seqlen_q // 2], end[:, : shape.seqlen_q // 2] = 0, shape.seqlen_k
+    first = torch.arange(shape.batch)[:, None, None] * shape.seqlen_k
+    is_empty = begin >= end
+    edges = torch.stack([begin + first, end + first], -1).masked_fill(is_empty[..., None], 0)
+    return edges.flatten(0, 1).int().contiguous()
+
+
 def problem_of(shape, head_dim=128, nheads_kv=None):
     heads = 12, nheads_kv or 12, head_dim, head_dim
     return AttnProblem("cuda", (9, 0), torch.bfloat16, *heads, 1.0, block_map=block_map_of(shape))
@@ -116,14 +137,14 @@ def on_host(on_host_kernels, monkeypatch):
     idle_driver.clear_caches()
 
 
-def by_kernels(lists, shape, problem):
+def by_kernels(lists, shape, problem, intervals=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_is_on_gpu", lambda *_: True)
-        return plan_of_lists(lists, shape, problem)
+        return plan_of_lists(lists, shape, problem, intervals)
 
 
 def assert_same(actual, expected, shapes):
-    """Equal, but for what is behind the words."""
+    """Equal, but for what is behind words and intervals."""
     for x, y, shape in zip(
         (actual.q_walk, actual.k_walk), (expected.q_walk, expected.k_walk), shapes, strict=True
     ):
@@ -132,8 +153,14 @@ def assert_same(actual, expected, shapes):
         num_words = num_lines * shape.num_words
         torch.testing.assert_close(x.tiles, y.tiles, rtol=0, atol=0)
         torch.testing.assert_close(x.runs, y.runs, rtol=0, atol=0)
-        words = (walk.edges.flatten()[:num_words] for walk in (x, y))
-        torch.testing.assert_close(*words, rtol=0, atol=0)
+        kinds = [slice(0, num_words)]
+        if lists.intervals:
+            count = 0 if shape.is_by_keys else 2 * lists.intervals * lists.batch * lists.seqlen_q
+            asks = slice(num_words, num_words + num_words // shape.num_lines)
+            kinds += [asks, slice(shape.first_interval, shape.first_interval + count)]
+        for kind in kinds:
+            words = (walk.edges.flatten()[kind] for walk in (x, y))
+            torch.testing.assert_close(*words, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -144,3 +171,34 @@ def test_the_source_on_the_host(name, head_dim, on_host):
     plan = by_kernels(lists, shape, problem)
     assert plan.block_map == problem.block_map
     assert_same(plan, plan_of_lists(lists, shape, problem), walk_shapes(shape, problem))
+
+
+@pytest.mark.parametrize("kind", INTERVALS)
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "many tiles"])
+def test_the_source_on_the_host_beside_intervals(name, kind, on_host):
+    shape = ListShape(*SHAPES[name], intervals=2 if kind == "two" else 1)
+    intervals = intervals_of(shape, kind)
+    problem, lists = problem_of(shape), lists_of(listed_of(shape), full_share=0)
+    plan = by_kernels(lists, shape, problem, intervals)
+    assert_same(plan, plan_of_lists(lists, shape, problem, intervals), walk_shapes(shape, problem))
+    planner.raise_pending()
+
+
+def test_full_blocks_that_hide_something(on_host):
+    """They must be seen by each query as a whole; by which of its intervals may differ."""
+    shape = ListShape(*SHAPES["ragged"], intervals=2)
+    intervals = intervals_of(shape, "two")
+    rows = intervals.view(shape.seqlen_q, 2, 2)
+    rows[:, 0] = torch.tensor([128, 256])
+    rows[:, 1] = torch.tensor([0, 0])
+    rows[1::2] = rows[1::2].flip(1)
+    counts = torch.ones(1, 1, shape.num_q, dtype=torch.int32)
+    indices = torch.ones(1, 1, shape.num_q, shape.num_k, dtype=torch.int32)
+    lists = BlockLists(counts * 0, indices, counts, indices)
+    by_kernels(lists, shape, problem_of(shape), intervals)
+    planner.raise_pending()
+    rows[200, :] = torch.tensor([[128, 255], [0, 0]])
+    by_kernels(lists, shape, problem_of(shape), intervals)
+    words = "hides no key, but it hides some in kv block 1 of q block 1 of head . of batch entry 0"
+    with pytest.raises(MaskDataError, match=words):
+        planner.raise_pending()
