@@ -196,7 +196,7 @@ def test_dry_run(capsys):
         (["kernel", "--preset", "seeds", "--seqlens", "1K"], 6),
         (["kernel", "--preset", "longca", "--seqlens", "1K", "--masks", "full"], 2),
         (["kernel", "--preset", "seeds", "longca", "--seqlens", "2K", "16K", "--masks", "full"], 4),
-        (["sparse", "--blocks", "64", "--densities", "0.5", "--seed", "7"], 2),
+        (["sparse", "--blocks", "64", "--densities", "0.5", "--seed", "7"], 3),
         (["kernel", "--heads", "8:8", "--head-dim", "32", "--dtype", "float32"], 12),
         (["kernel", "--heads", "8:8", "--head-dim", "32:16", "--dtype", "float32"], 12),
     ],

@@ -85,6 +85,7 @@ def test_as_loops_choose(name, choice, causal):
     listed = pairs(wanted, size, seqlen_q, seqlen_k)
     shown = create_mask(mask.mask_mod, BATCH, NHEADS, seqlen_q, seqlen_k, device="cpu")
     assert torch.equal(shown & listed, listed.tril() if causal else listed)
+    if causal:
         lists = BlockLists(*(getattr(mask, name) for name in BlockLists._fields))
         full = lists.grids(*wanted.shape[2:])[1].expand_as(wanted)
         full = pairs(full, size, seqlen_q, seqlen_k)

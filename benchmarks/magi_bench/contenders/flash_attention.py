@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -80,7 +81,8 @@ class FlashAttention4(_FlashAttention):
 
 
 class FlashAttention4Blocks(Kernel):
-    """flash-attn-4 with lists of blocks that are visible as a whole; its Hopper tiles have 128 rows and keys."""
+    """flash-attn-4 with lists of blocks, those on the diagonal with a mask_mod where they are causal; its Hopper tiles
+    have 128 rows and keys."""
 
     name = "fa4-blocks"
     label = "FlashAttention 4, block lists"
@@ -106,19 +108,36 @@ class FlashAttention4Blocks(Kernel):
 
         blocks = workload.blocks
         visible = blocks.visible.to(inputs.q.device).repeat_interleave(blocks.group, 0)[None]
+        num_q, num_k = visible.shape[2:]
+        is_partial = torch.eye(num_q, num_k, dtype=torch.bool, device=visible.device)
+        is_partial &= torch.tensor(blocks.is_causal, device=visible.device)
 
         def lists(visible: Tensor) -> BlockSparseTensorsTorch:
-            count, index = block_lists(visible)
-            nothing = torch.zeros_like(count), torch.zeros_like(index)
             return BlockSparseTensorsTorch(
-                *nothing, count, index, block_size=(self.BLOCK, self.BLOCK)
+                *block_lists(visible & is_partial),
+                *block_lists(visible & ~is_partial),
+                block_size=(self.BLOCK, self.BLOCK),
             )
 
-        options = {
+        options: dict[str, Any] = {
             "block_sparse_tensors": lists(visible),
             "block_sparse_tensors_bwd": lists(visible.mT),
         }
+        if blocks.is_causal:
+            options["mask_mod"] = _causal()
         return lambda q, k, v: _first(flash_attn_func(q, k, v, **options))
+
+
+@cache
+def _causal() -> Any:
+    """The mask_mod of a causal mask, as flash-attn-4 compiles it."""
+    from cutlass import cute
+
+    @cute.jit
+    def causal(b, h, q, kv, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+        return kv <= q
+
+    return causal
 
 
 def _first(result: Tensor | tuple) -> Tensor:

@@ -27,6 +27,8 @@ class FlashInfer(Kernel):
         return {"flashinfer-python": version("flashinfer-python")}
 
     def supports(self, workload: Workload, device: str) -> list[str]:
+        if workload.blocks.is_causal:
+            return ["takes blocks that are visible as a whole"]
         return ["fails where every block is visible"] if workload.case.density >= 1 else []
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
-from magi_bench.contenders.magi import lists_of_heads
+from magi_bench.contenders.magi import causal, lists_of_heads
 from magi_bench.workloads.derive import block_areas, block_lists
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import _compat
@@ -89,6 +89,7 @@ def make_block_mask(workload: Workload, device: torch.device, listed: int = BLOC
         return BlockMask.from_kv_blocks(
             *(counts, indices),
             BLOCK_SIZE=case.block,
+            mask_mod=causal if workload.blocks.is_causal else None,
             seq_lengths=(case.seqlen, case.seqlen),
         )
     if workload.block_map:

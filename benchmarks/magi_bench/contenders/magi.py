@@ -12,6 +12,7 @@ from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.select import problem_on, refusals
+from magi_compile.masks.program.read import read_mask_mod
 
 
 class _Magi(Kernel):
@@ -50,9 +51,15 @@ class _Magi(Kernel):
     def _of_lists(self, workload: Workload, inputs: Inputs) -> Attend:
         case, device = workload.case, inputs.q.device
         heads = [case.nheads_q, case.nheads_kv, *case.head_dims]
+        sizes, beside = (1, case.seqlen, case.seqlen), ()
+        if workload.blocks.is_causal:
+            intervals = torch.ops.magi.mask_intervals(
+                *([], [], read_mask_mod(causal, device).program.text, *sizes, 1, device, [], [])
+            )
+            beside = (False, intervals)
         plan = torch.ops.magi.plan_lists(
-            *(lists_of_heads(workload, device), [case.block] * 2, 1, case.seqlen, case.seqlen),
-            *(getattr(torch, case.dtype), heads, 0.0, self.kernel),
+            *(lists_of_heads(workload, device), [case.block] * 2, *sizes),
+            *(getattr(torch, case.dtype), heads, 0.0, self.kernel, *beside),
         )
         scale = case.head_dim**-0.5
         return lambda q, k, v: torch.ops.magi.attention(q, k, v, [], plan, scale, 0.0, self.kernel)[
@@ -68,6 +75,11 @@ def walks_lists(kernel: str, workload: Workload) -> bool:
     blocks = workload.block_map
     is_uniform = blocks is not None and blocks.is_uniform
     return kernel == "hopper" and is_uniform and workload.case.block % 64 == 0
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """The mask_mod beside the lists of causal blocks."""
+    return q >= kv
 
 
 def lists_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:

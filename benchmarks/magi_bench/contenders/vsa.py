@@ -44,8 +44,8 @@ class Vsa(Kernel):
     def supports(self, workload: Workload, device: str) -> list[str]:
         blocks = workload.blocks
         reasons = []
-        if not blocks.is_uniform or blocks.q_sizes[0] != BLOCK:
-            reasons.append(f"takes uniform blocks of {BLOCK}")
+        if not blocks.is_uniform or blocks.is_causal or blocks.q_sizes[0] != BLOCK:
+            reasons.append(f"takes uniform blocks of {BLOCK}, visible as a whole")
         if blocks.group > 1:
             reasons.append("has no grouped heads")
         return reasons

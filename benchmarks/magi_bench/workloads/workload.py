@@ -19,7 +19,7 @@ from magi_compile.masks.library import MASKS as NAMED_MASKS
 from magi_compile.masks.library import MaskMod, NamedMask
 from magi_compile.masks.slices import AttnSlices
 
-SPARSE_MASKS = ("uniform_blocks", "variable_blocks")
+SPARSE_MASKS = ("uniform_blocks", "causal_blocks", "variable_blocks")
 MASKS = (*NAMED_MASKS, *SPARSE_MASKS)
 
 
@@ -110,7 +110,8 @@ def cost(case: Case) -> float:
     """Visible pairs of all query heads, times head_dim: what the time of a case goes with.
     Sparse masks are not drawn."""
     if case.mask in SPARSE_MASKS:
-        return case.density * case.seqlen**2 * case.nheads_q * case.head_dim
+        share = case.density / (2 if case.mask == "causal_blocks" else 1)
+        return share * case.seqlen**2 * case.nheads_q * case.head_dim
     return build(case).pairs * case.head_dim
 
 

@@ -123,7 +123,10 @@ def test_refusals():
     ]
     assert against("flashmask", half, "cuda") == []
     sparse = Case("sparse", "uniform_blocks", 256, 4, 2, 128, block=32, density=0.5)
-    assert against("vsa", sparse, "cuda") == ["takes uniform blocks of 64", "has no grouped heads"]
+    assert against("vsa", sparse, "cuda") == [
+        "takes uniform blocks of 64, visible as a whole",
+        "has no grouped heads",
+    ]
     assert against("fa4-blocks", sparse, "cuda") == ["takes uniform blocks of 128"]
 
 
