@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.arguments import Options
+from magi_compile.dtensor.arguments import BackwardOptions, Options
 from magi_compile.dtensor.entries import PLAIN, Packing
 from magi_compile.dtensor.planning.cover import Entries
 from magi_compile.kernels.base import AttnProblem, Kernel
@@ -63,7 +63,11 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(
-        cls, options: Options, softmax_scale: float, qkv: Sequence[Tensor], wanted: Sequence[int]
+        cls,
+        options: Options | BackwardOptions,
+        softmax_scale: float,
+        qkv: Sequence[Tensor],
+        wanted: Sequence[int],
     ) -> Asked:
         """What a call of tensors, real ones or fakes, is asked for; of fakes the sizes at hand.
 

@@ -61,8 +61,9 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
             of_stage = Saved(q, *execution.keys(*keys), out, lse)
             score = execution.score_over(stage)
             dq, dk, dv = kernel.backward(grads, of_stage, slices, kernel_plan, problem, score=score)
-            entries = prepared.packing.keys
-            home.send(route, unpacked(dk, entries), unpacked(dv, entries))
+            if (entries := prepared.key_entries) > 1:
+                dk, dv = unpacked(dk, entries), unpacked(dv, entries)
+            home.send(route, dk, dv)
             dq_shares.append(dq)
     # Before the wait for the last reduce, because it hides a little of it.
     dq = sum_partials(dq_shares) if dq_shares else q.new_zeros(q.shape)

@@ -208,6 +208,8 @@ class Prepared:
     Attributes:
         early: the kernel, where it begins a forward before remote keys are there; else None.
         phased: the kernel, where it does a backward in steps; else None.
+        entries: how many have rows of queries.
+        key_entries: how many have keys.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class Prepared:
     ):
         self.plan, self.kernel, self.problem = plan, kernel, problem
         self.collective, self.packing = collective, packing
+        self.entries, self.key_entries = packing.queries, packing.keys
         # No kernel does any other call in steps.
         has_steps = not problem.has_score and packing is PLAIN and not problem.has_bits
         self.early = kernel if has_steps and isinstance(kernel, EarlyKernel) else None
@@ -279,7 +282,7 @@ class Execution(NamedTuple):
 
     def keys(self, *keys: Tensor) -> tuple[Tensor, ...]:
         """k and v of a stage packed by entries."""
-        entries = self.prepared.packing.keys
+        entries = self.prepared.key_entries
         return keys if entries == 1 else tuple(packed(x, entries) for x in keys)
 
     def score_over(self, *stages: DeviceStage) -> ScoreCall | None:

@@ -57,7 +57,7 @@ class _KnownCall(NamedTuple):
 
 
 def _execution(
-    options: Options,
+    options: Options | BackwardOptions,
     scaled: Scaled,
     k: Tensor,
     v: Tensor,
@@ -94,19 +94,29 @@ def _execution(
 
 
 def _kind_of(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[int], *, is_backward: bool
+    options: Options | BackwardOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    wanted: Sequence[int],
+    *,
+    is_backward: bool,
 ) -> Hashable:
     """What says, beside a plan, how a call runs."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    shapes = (is_backward, deterministic, q.dtype, q.shape, k.shape, v.shape)
+    # The numbers and names that both passes have in front.
+    numbers = (options[2:9], is_backward, deterministic, options.return_max_scores)
+    shapes = (q.dtype, q.shape, k.shape, v.shape)
     if not options.score and not options.share:
-        return (*shapes, options[2:10])
+        return (*numbers, *shapes)
     tables = tuple([(x.dtype, x.dim()) for x in options.tables or ()])
     of_score = (options.score, tables, tuple(wanted), tuple(options.share or ()))
-    return (*shapes, options[2:10], *of_score)
+    return (*numbers, *shapes, *of_score)
 
 
-def _agreement_on(plan: DevicePlan, options: Options, q: Tensor, k: Tensor, v: Tensor) -> Agreement:
+def _agreement_on(
+    plan: DevicePlan, options: Options | BackwardOptions, q: Tensor, k: Tensor, v: Tensor
+) -> Agreement:
     numbers = (options.softmax_scale, options.softcap, options.collective, options.batch_entries)
     return Agreement.of(plan, q, k, v, *numbers, options.score)
 
@@ -139,7 +149,7 @@ def _begin_ahead(plan: DevicePlan, options: Options, scaled: Scaled, k: Tensor, 
 
 
 def _begin_traced(
-    options: Options,
+    options: Options | BackwardOptions,
     qkv: tuple[Tensor, Tensor, Tensor],
     wanted: Sequence[int] = (),
     *,
@@ -152,7 +162,7 @@ def _begin_traced(
         ahead.begin_call(asked, is_backward=is_backward, wanted=wanted)
 
 
-def _scoring(options: Options) -> Scoring:
+def _scoring(options: Options | BackwardOptions) -> Scoring:
     """The score program with its tensors."""
     program, tables = ScoreProgram.parse(options.score), options.tables or ()
     return Scoring(program, tables, options.symbols or (), options.places or (-1, -1))
@@ -162,16 +172,18 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     options = Options(*rest)
     scaled = _scaled(q, options)
     execution = _execution(options, scaled, k, v)
-    entries = execution.prepared.packing.queries
-    queries = packed(scaled.q, entries)
+    entries = execution.prepared.entries
+    queries = scaled.q if entries == 1 else packed(scaled.q, entries)
     max_scores = new_max_scores(queries) if options.return_max_scores else None
     with watched(execution.group, q.device, is_backward=False):
         out, lse = forward(queries, k, v, execution, max_scores)
     if max_scores is None:
         max_scores = lse.new_empty(0)
-    else:
+    elif entries > 1:
         max_scores = unpacked_rows(max_scores, entries)
-    return unpacked(out, entries).contiguous(), unpacked_rows(lse, entries), max_scores
+    if entries > 1:
+        out, lse = unpacked(out, entries), unpacked_rows(lse, entries)
+    return out.contiguous(), lse, max_scores
 
 
 def _scaled(q: Tensor, options: Options | BackwardOptions) -> Scaled:
@@ -195,8 +207,8 @@ def _cp_ffa_bwd(
     out, lse, *others = rest
     options = BackwardOptions(*others)
     scaled, tables, wanted = _scaled(q, options), options.tables or (), options.wanted
-    execution = _execution(options.of_forward, scaled, k, v, wanted, is_backward=True)
-    queries, entries = scaled.q, execution.prepared.packing.queries
+    execution = _execution(options, scaled, k, v, wanted, is_backward=True)
+    queries, entries = scaled.q, execution.prepared.entries
     sums = new_sums(tables, wanted, q)
     if execution.scoring is not None:
         parts = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
@@ -217,7 +229,7 @@ def _cp_ffa_bwd_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, *others = rest
     options = BackwardOptions(*others)
-    _begin_traced(options.of_forward, (q, k, v), options.wanted, is_backward=True)
+    _begin_traced(options, (q, k, v), options.wanted, is_backward=True)
     sums = new_sums(options.tables or (), options.wanted, q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sums
 
@@ -252,7 +264,11 @@ class _AttentionOverRanks(torch.autograd.Function):
         options = Options(*rest)
         out, lse, max_scores = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, options.meta, options.data, *tables)
-        ctx.options = options._replace(meta=None, data=None, tables=None)  # type: ignore[arg-type]
+        ctx.numbers = rest[2:_NUM_PLAIN]
+        # Of a call that has no more than these, no more is kept, because each costs time.
+        ctx.others = None
+        if tables or options.score or options.share:
+            ctx.others = (options.symbols, options.score, options.places, options.share)
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
@@ -265,13 +281,18 @@ class _AttentionOverRanks(torch.autograd.Function):
         # Even without a gradient of its own a rank takes part, because the others wait for it.
         if dout is None:
             dout = torch.zeros_like(out)
-        wanted = wanted_tables(ctx.options.score, ctx.needs_input_grad[4:])
-        options = ctx.options._replace(meta=meta, data=data, tables=tables)
-        op, tensors = torch.ops.magi.cp_ffa_bwd.default, (dout, dlse, q, k, v, out, lse)
-        dq, dk, dv, sums = gradients(op, *tensors, *BackwardOptions.of(options, wanted).short())
+        given = (dout, dlse, q, k, v, out, lse, meta, data, *ctx.numbers)
+        op = torch.ops.magi.cp_ffa_bwd.default
+        if ctx.others is None:
+            dq, dk, dv, _ = gradients(op, *given)
+            return None, dq, dk, dv
+        symbols, score, places, share = ctx.others
+        wanted = wanted_tables(score, ctx.needs_input_grad[4:])
+        dq, dk, dv, sums = gradients(op, *given, tables, symbols, score, places, share, wanted)
         return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
+_NUM_PLAIN = BackwardOptions._fields.index("tables")  # arguments that every call has
 _TABLES = Options._fields.index("tables")
 
 
