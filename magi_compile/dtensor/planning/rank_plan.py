@@ -312,6 +312,12 @@ _plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
 _lock = Lock()
 
 
+def forget() -> None:
+    """Forgets all plans."""
+    with _lock:
+        _plans.clear()
+
+
 def _begin_anew() -> None:
     """In a forked process, which has neither the planner's thread nor whoever may hold the lock."""
     global _lock
