@@ -1,5 +1,5 @@
 """`magi-bench plans`: what the host does before a kernel runs,
-from a mask_mod to slices and from slices to tile plans."""
+from a mask_mod to slices, from slices to tile plans, and from either to the plan of a rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from magi_bench.contenders.base import Contender
 from magi_bench.gate import Check
 from magi_bench.results.rows import Row
 from magi_bench.workloads.workload import Workload, build
+from magi_compile.dtensor import plan
+from magi_compile.dtensor.planning import rank_plan
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks import (
     AttnSlices,
@@ -28,6 +30,7 @@ from magi_compile.masks import (
 )
 from magi_compile.plan.tiles import build_tile_plan
 
+RANKS = 4
 TILES = PlanTiles(q_tile_rows=128, q_block_cols=128, k_tile_rows=128, k_block_cols=64)
 QUICK = {"tokens": [8192], "rounds": 2, "turn_ms": 5.0}
 
@@ -109,6 +112,34 @@ class Tiles(Contender):
         return Ready(replay, facts=facts)
 
 
+class OfARank(Contender):
+    """The plan of the first of `RANKS` ranks, of a mask that nobody has planned yet."""
+
+    is_alone = True
+
+    def __init__(self, name: str, label: str, *, by_mask_mod: bool):
+        self.name, self.label, self._by_mask_mod = name, label, by_mask_mod
+
+    def unavailable(self, device: str) -> str | None:
+        return None if device == "cpu" else f"runs on cpu, not on {device}"
+
+    def prepare(self, problem: Workload, case: Case) -> Ready:
+        mask = problem.mask_mod if self._by_mask_mod else problem.slices
+        seqlen = case.seqlen if self._by_mask_mod else None
+
+        def call() -> Sequence[Tensor]:
+            rank_plan.forget()
+            self._slices = plan(mask, ranks=(RANKS, 0), seqlen=seqlen).slices
+            return []
+
+        return Ready(call)
+
+    def check(self, problem: Workload, case: Case, results: Sequence[Tensor]) -> Check:
+        area = 0 if self._slices is None else self._slices.area()
+        error = abs(area / problem.slices.area() - 1)
+        return Check(case.seqlen, {"area": error}, {"area": 1e-12})
+
+
 CONTENDERS: tuple[Contender, ...] = (
     Conversion("slices", "mask_mod to slices", to_slices),
     Conversion("padded-slices", "mask_mod to slices, padded", to_padded_slices),
@@ -116,6 +147,8 @@ CONTENDERS: tuple[Contender, ...] = (
     Tiles("padded-tiles", "slices to tiles, padded", "padded"),
     Tiles("graph-tiles", "slices to tiles, padded, CUDA graph", "graph"),
     Tiles("launch-tiles", "slices to tiles, one launch", "launch"),
+    OfARank("rank", f"slices to the plan of one of {RANKS} ranks", by_mask_mod=False),
+    OfARank("rank-of-mask-mod", f"mask_mod to the plan of one of {RANKS} ranks", by_mask_mod=True),
 )
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-
-from magi_compile.ops.arguments import short
 
 
 class Options(NamedTuple):
@@ -72,25 +69,7 @@ class BackwardOptions(NamedTuple):
     share: Sequence[int] | None = None
     wanted: Sequence[int] = ()
 
-    @classmethod
-    def of(cls, forward: Options, wanted: Sequence[int]) -> BackwardOptions:
-        """Those of the backward of a forward."""
-        return cls._make((*_common(forward), wanted))
-
     @property
     def return_max_scores(self) -> bool:
         """No backward has any."""
         return False
-
-    @property
-    def of_forward(self) -> Options:
-        """Those of the forward that it belongs to."""
-        return Options._make(_of_forward(self))
-
-    def short(self) -> tuple[Any, ...]:
-        """These arguments without the last ones that say nothing: each costs time in every call."""
-        return short(self, len(self) - len(self._field_defaults) + 1)
-
-
-_common = attrgetter(*(x for x in BackwardOptions._fields if x != "wanted"))
-_of_forward = attrgetter(*Options._fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -105,20 +105,11 @@ def context_parallel_attention(
         )
         of_heads = [wrapped_rows(x, shards, PACKED) for x in rows]
         return AttnOutput(wrapped(out, shards), *of_heads)  # type: ignore[arg-type]
-    _check(q, k, v, plan)
+    numbers = (softmax_scale, softcap, batch_entries, return_max_scores, kernel, collective)
+    _check(q, k, v, plan, numbers, share)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    check_options("softmax_scale", softmax_scale, softcap, kernel)
-    check_flag("return_max_scores", return_max_scores)
-    check_count("batch_entries", batch_entries, 1)
-    if len(share) not in (0, 4):
-        raise ValueError(
-            "`share` must be the first batch entry, the first head, and the numbers of both on all ranks, or empty, "
-            f"got {list(share)}"
-        )
     names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
-    if collective is not None:
-        check_collective(collective)
     chosen = (kernel or "", "auto" if collective is None else collective, *names)
     rest: tuple[Any, ...] = (batch_entries,)
     scored = None
@@ -149,7 +140,51 @@ def _ranks_of(group_name: str) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(_compat.resolve_process_group(group_name)))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: PlanTensors) -> None:
+_fitting: set[Hashable] = set()
+_MOST_FITTING = 1024
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PlanTensors,
+    numbers: tuple[Any, ...],
+    share: Sequence[int],
+) -> None:
+    """Raises if arguments do not fit each other; asked once for arguments of such shapes."""
+    if torch.compiler.is_compiling():
+        _check_anew(q, k, v, plan, numbers, share)
+        return
+    tensors = [q, k, v]
+    if isinstance(plan, PlanTensors):
+        tensors += plan
+    kind: Hashable = None
+    if all([isinstance(x, Tensor) for x in tensors]) and not any([x.is_nested for x in tensors]):
+        of_tensors = [(x.shape, x.dtype, x.device, x.layout) for x in tensors[:3]]
+        places = [x.device for x in tensors[3:]]
+        # 1, 1.0 and True are equal, and not equally welcome.
+        kind = (*of_tensors, *places, type(plan), *numbers, *map(type, numbers), tuple(share))
+    try:
+        if kind is not None and kind in _fitting:
+            return
+    except TypeError:  # something that cannot be hashed, which is not welcome either
+        kind = None
+    _check_anew(q, k, v, plan, numbers, share)
+    if kind is not None:
+        if len(_fitting) >= _MOST_FITTING:
+            _fitting.clear()
+        _fitting.add(kind)
+
+
+def _check_anew(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PlanTensors,
+    numbers: tuple[Any, ...],
+    share: Sequence[int],
+) -> None:
     check_qkv(q, k, v, "[seqlen_local, nheads, head_dim]")
     if not isinstance(plan, PlanTensors):
         raise TypeError(
@@ -163,6 +198,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: PlanTensors) -> None:
         )
     if plan.meta.device.type != "cpu":
         raise ValueError(f"`plan.meta` must stay on the CPU, got {plan.meta.device}")
+    softmax_scale, softcap, batch_entries, return_max_scores, kernel, collective = numbers
+    check_options("softmax_scale", softmax_scale, softcap, kernel)
+    check_flag("return_max_scores", return_max_scores)
+    check_count("batch_entries", batch_entries, 1)
+    if collective is not None:
+        check_collective(collective)
+    if len(share) not in (0, 4):
+        raise ValueError(
+            "`share` must be the first batch entry, the first head, and the numbers of both on all ranks, or empty, "
+            f"got {list(share)}"
+        )
 
 
 def _name_of(group: Any, argument: str) -> str:

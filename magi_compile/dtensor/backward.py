@@ -15,42 +15,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.entries import PLAIN, unpacked
-from magi_compile.dtensor.execution import Execution, routes_of
+from magi_compile.dtensor.entries import unpacked
+from magi_compile.dtensor.execution import Execution
 from magi_compile.dtensor.transport.collectives import Collective, PendingReduce, Route
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
 from magi_compile.kernels.merge import sum_partials
-from magi_compile.kernels.overlap import KeyTensors, PhasedKernel, SavedQueries
-from magi_compile.kernels.plan import Plan
+from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 
 
 def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput:
     """Gradients of this rank's rows of q, k and v; all ranks of the group call it together. Rows of queries and dq are
-    packed by entries as `execution.packing` says; k, v, dk and dv are not. Those of captured tensors are added to the
+    packed by entries as `Prepared.packing` says; k, v, dk and dv are not. Those of captured tensors are added to the
     sums of `execution.scoring`.
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
-    plan, kernel, problem, collective, group, reduce_group, packing, scoring = execution
+    prepared, group, reduce_group, _ = execution
     q, k, v, out, lse = saved
     queries = SavedQueries(q, out, lse)
-    home = _KeyGradients(k, v, collective, reduce_group)
+    home = _KeyGradients(k, v, prepared.collective, reduce_group)
     dq_shares: list[Tensor] = []
-    # What can fail does so before rows are on their way.
-    kernel_plans = [
-        Plan() if stage.is_empty else stage.kernel_plan(kernel, problem, packing)
-        for stage in plan.backward
-    ]
-    # No kernel does the other calls in steps.
-    has_steps = scoring is None and packing is PLAIN and not problem.has_bits
-    casts = collective.casts((k, v), routes_of(plan.backward), group)
+    walks = prepared.backward  # what can fail does so before rows are on their way
+    kernel, phased, problem = prepared.kernel, prepared.phased, prepared.problem
+    casts = prepared.collective.casts((k, v), prepared.backward_routes, group)
     cast = next(casts, None)  # the first one starts
-    for stage, kernel_plan in zip(plan.backward, kernel_plans, strict=True):
+    for stage, slices, kernel_plan in walks:
         keys: Sequence[Tensor] = (k, v)
         route, steps = stage.route, None
         if route is not None:
-            if has_steps and isinstance(kernel, PhasedKernel) and not stage.is_empty:
-                steps = kernel.phased_backward(grads, queries, stage.slices, kernel_plan, problem)
+            if phased is not None and not stage.is_empty:
+                steps = phased.phased_backward(grads, queries, slices, kernel_plan, problem)
                 steps.begin()  # what needs no keys, while they travel
             assert cast is not None
             keys = cast.wait()
@@ -64,11 +58,11 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
             home.send(route, dk, dv)  # while dq is completed, and during the next stage
             dq_shares.append(steps.finish())
         else:
-            k_stage, v_stage, slices, score = execution.inputs(stage, keys)
-            of_stage = Saved(q, k_stage, v_stage, out, lse)
+            of_stage = Saved(q, *execution.keys(*keys), out, lse)
+            score = execution.score_over(stage)
             dq, dk, dv = kernel.backward(grads, of_stage, slices, kernel_plan, problem, score=score)
-            if packing is not PLAIN:
-                dk, dv = (unpacked(x, packing.keys) for x in (dk, dv))
+            if (entries := prepared.key_entries) > 1:
+                dk, dv = unpacked(dk, entries), unpacked(dv, entries)
             home.send(route, dk, dv)
             dq_shares.append(dq)
     # Before the wait for the last reduce, because it hides a little of it.

@@ -24,7 +24,7 @@ from magi_compile.dtensor.planning.local_cover import positions_of_keys
 from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.overlap import EarlyKernel
+from magi_compile.kernels.overlap import EarlyKernel, PhasedKernel
 from magi_compile.kernels.plan import Plan
 from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.slices import AttnSlices
@@ -44,12 +44,9 @@ class DeviceStage:
         self.slices = slices
         self.route = route
         self.entry = entry
+        self.is_empty = len(slices) == 0
         self._plans: dict[Hashable, Plan] = {}
         self._by_packing: dict[Packing, AttnSlices] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        return len(self.slices) == 0
 
     def slices_of(self, packing: Packing) -> AttnSlices:
         """The slices over the packed rows and keys of all entries of `packing`."""
@@ -72,11 +69,6 @@ class DeviceStage:
         return self._plans[key]
 
 
-def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
-    """The routes of keys, in the order of the stages that need remote ones."""
-    return [stage.route for stage in stages if stage.route is not None]
-
-
 class MergedStage:
     """Local keys, in place, and remote ones, in a buffer, in one attention call; none of the two is empty.
 
@@ -95,21 +87,15 @@ class MergedStage:
         """The stage over one tensor, local keys in front of remote ones."""
         return self._joined(self.local.slices.seqlen_k)
 
-    def early_plan(self, kernel: Kernel, problem: AttnProblem) -> Any:
-        """The early plan of an `EarlyKernel`; None for other kernels, and for score programs, which none of them
-        has."""
-        if problem.has_score:
-            return None
+    def early_plan(self, kernel: EarlyKernel, problem: AttnProblem) -> Any:
+        """The plan of a forward that begins with the local keys."""
         key = kernel.name, kernel.plan_key(problem)
         if key not in self._early:
-            plan = None
-            if isinstance(kernel, EarlyKernel):
-                # With a column between local and remote ones, so that no run has both.
-                remote_begin = self.local.slices.seqlen_k + 1
-                slices = self._joined(remote_begin).slices
-                with _compat.outside_of_modes():
-                    plan = kernel.early_plan(slices, problem, remote_begin)
-            self._early[key] = plan
+            # With a column between local and remote ones, so that no run has both.
+            remote_begin = self.local.slices.seqlen_k + 1
+            slices = self._joined(remote_begin).slices
+            with _compat.outside_of_modes():
+                self._early[key] = kernel.early_plan(slices, problem, remote_begin)
         return self._early[key]
 
     @_compat.outside_of_modes()
@@ -143,6 +129,7 @@ class DevicePlan:
     bits: Tensor | None = None  # the blocks of bits of all stages
     entries: Entries = ONE_ENTRY
     is_exact: bool = True  # neither blocks of bits nor entries with masks of their own
+    calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # as the ops keep them
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     def positions(self, stage: DeviceStage | None = None) -> Tensor:
@@ -193,31 +180,116 @@ class Scoring(NamedTuple):
         return ScoreCall(self.program, tables, self.symbols, *sizes, self.sums)
 
 
-class Execution(NamedTuple):
-    """The means to run a call: the plan of this rank, the kernel, and how rows move."""
+class StageWalk(NamedTuple):
+    """A stage as a kernel walks it.
 
-    plan: DevicePlan
-    kernel: Kernel
-    problem: AttnProblem
-    collective: Collective
+    Attributes:
+        stage: the stage.
+        slices: its slices over rows and keys that are packed by entries.
+        kernel_plan: the kernel's plan of them; nothing where there are none.
+    """
+
+    stage: DeviceStage
+    slices: AttnSlices
+    kernel_plan: Plan
+
+
+class Prepared:
+    """What all calls of a kind have in common: a plan, a kernel, and how rows move. Kernels' plans are made when a
+    pass asks for them first.
+
+    Args:
+        plan: of this rank.
+        kernel: the kernel.
+        problem: it runs this one.
+        collective: moves the rows.
+        packing: of heads into entries.
+
+    Attributes:
+        early: the kernel, where it begins a forward before remote keys are there; else None.
+        phased: the kernel, where it does a backward in steps; else None.
+        entries: how many have rows of queries.
+        key_entries: how many have keys.
+    """
+
+    def __init__(
+        self,
+        plan: DevicePlan,
+        kernel: Kernel,
+        problem: AttnProblem,
+        collective: Collective,
+        packing: Packing = PLAIN,
+    ):
+        self.plan, self.kernel, self.problem = plan, kernel, problem
+        self.collective, self.packing = collective, packing
+        self.entries, self.key_entries = packing.queries, packing.keys
+        # No kernel does any other call in steps.
+        has_steps = not problem.has_score and packing is PLAIN and not problem.has_bits
+        self.early = kernel if has_steps and isinstance(kernel, EarlyKernel) else None
+        self.phased = kernel if has_steps and isinstance(kernel, PhasedKernel) else None
+        # The routes of keys, in the order of the stages that need remote ones.
+        self.forward_routes, self.backward_routes = (
+            [stage.route for stage in stages if stage.route is not None]
+            for stages in (plan.forward, plan.backward)
+        )
+
+    @cached_property
+    def forward(self) -> list[StageWalk]:
+        """The stages of a forward that is not one call."""
+        return [self._walk(stage) for stage in self.plan.forward]
+
+    @cached_property
+    def backward(self) -> list[StageWalk]:
+        """The stages of a backward."""
+        return [self._walk(stage) for stage in self.plan.backward]
+
+    @cached_property
+    def side_by_side(self) -> StageWalk:
+        """Local and remote keys of a merged stage, in one tensor."""
+        assert self.plan.merged is not None
+        return self._walk(self.plan.merged.side_by_side)
+
+    @cached_property
+    def early_plan(self) -> Any:
+        """The plan of a forward that begins early."""
+        assert self.plan.merged is not None
+        assert self.early is not None
+        return self.plan.merged.early_plan(self.early, self.problem)
+
+    @cached_property
+    def out_dtypes(self) -> list[torch.dtype]:
+        """The dtype of what each stage of a forward leaves: that of q in the last one that sees something."""
+        seen = [i for i, stage in enumerate(self.plan.forward) if not stage.is_empty]
+        partial, dtypes = torch.promote_types(self.problem.dtype, torch.float32), []
+        for i in range(len(self.plan.forward)):
+            dtypes.append(self.problem.dtype if i == max(seen, default=-1) else partial)
+        return dtypes
+
+    def _walk(self, stage: DeviceStage) -> StageWalk:
+        if stage.is_empty:
+            return StageWalk(stage, stage.slices, Plan())
+        kernel_plan = stage.kernel_plan(self.kernel, self.problem, self.packing)
+        return StageWalk(stage, stage.slices_of(self.packing), kernel_plan)
+
+
+class Execution(NamedTuple):
+    """One call: what it has in common with others, the ranks, and the score program with its tensors."""
+
+    prepared: Prepared
     group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup  # of gradients on their way home
-    packing: Packing = PLAIN  # of heads into entries
     scoring: Scoring | None = None
 
-    def inputs(
-        self, stage: DeviceStage, keys: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, AttnSlices, ScoreCall | None]:
-        """The k and v of a stage packed by entries, its slices over them, and the call of the score program."""
-        k, v = keys
-        slices = stage.slices
-        if self.packing is not PLAIN:
-            k, v = (packed(x, self.packing.keys) for x in keys)
-            slices = stage.slices_of(self.packing)
-        score = None
-        if self.scoring is not None:
-            score = self.scoring.over(self.plan, self.packing, stage)
-        return k, v, slices, score
+    def keys(self, *keys: Tensor) -> tuple[Tensor, ...]:
+        """k and v of a stage packed by entries."""
+        entries = self.prepared.key_entries
+        return keys if entries == 1 else tuple(packed(x, entries) for x in keys)
+
+    def score_over(self, *stages: DeviceStage) -> ScoreCall | None:
+        """The call of the score program over the keys of stages, one behind the other."""
+        if self.scoring is None:
+            return None
+        return self.scoring.over(self.prepared.plan, self.prepared.packing, *stages)
 
 
 LIVE_PLANS = 8  # kept whatever their size: of the layers of a model, which take turns
@@ -228,10 +300,13 @@ _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
 def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans."""
     key = (*meta[:2].tolist(), data.device)
-    if key not in _device_plans:
+    plan = _device_plans.get(key)
+    if plan is None:
         with _compat.outside_of_modes():
             _device_plans[key] = _unpack(meta.tolist(), data)
-    return recent(_device_plans, [key], least=LIVE_PLANS)[0]
+        return recent(_device_plans, [key], least=LIVE_PLANS)[0]
+    _device_plans.move_to_end(key)
+    return plan
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:

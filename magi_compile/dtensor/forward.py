@@ -13,27 +13,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.entries import packed
-from magi_compile.dtensor.execution import Execution, MergedStage, routes_of
+from magi_compile.dtensor.execution import Execution, MergedStage
 from magi_compile.kernels.base import ForwardOutput
-from magi_compile.kernels.overlap import EarlyKernel
-from magi_compile.kernels.plan import Plan
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, execution: Execution, max_scores: Tensor | None = None
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of the group call it together. `q` and what comes out are packed by
-    entries as `execution.packing` says, k and v are not. `max_scores` as in `Kernel.forward`."""
-    plan, kernel, problem, collective, group, _, packing, _ = execution
-    if plan.merged is not None:
-        return _forward_merged(q, k, v, plan.merged, execution, max_scores)
-    partial_dtype = torch.promote_types(q.dtype, torch.float32)
-    last = max((i for i, stage in enumerate(plan.forward) if not stage.is_empty), default=-1)
+    entries as `Prepared.packing` says, k and v are not. `max_scores` as in `Kernel.forward`."""
+    prepared, group, *_ = execution
+    if prepared.plan.merged is not None:
+        return _forward_merged(q, k, v, prepared.plan.merged, execution, max_scores)
+    walks = prepared.forward  # what can fail does so before rows are on their way
+    kernel, problem = prepared.kernel, prepared.problem
     result: ForwardOutput | None = None
-    casts = collective.casts((k, v), routes_of(plan.forward), group)
+    casts = prepared.collective.casts((k, v), prepared.forward_routes, group)
     cast = next(casts, None)  # the first one starts
-    for i, stage in enumerate(plan.forward):
+    for (stage, slices, kernel_plan), dtype in zip(walks, prepared.out_dtypes, strict=True):
         keys: Sequence[Tensor] = (k, v)
         if stage.route is not None:
             assert cast is not None
@@ -41,13 +38,11 @@ def forward(
             cast = next(casts, None)  # the next one travels while this stage is computed
         if stage.is_empty:
             continue
-        k_stage, v_stage, slices, score = execution.inputs(stage, keys)
-        kernel_plan = stage.kernel_plan(kernel, problem, packing)
         result = kernel.forward(
-            *(q, k_stage, v_stage, slices, kernel_plan, problem),
+            *(q, *execution.keys(*keys), slices, kernel_plan, problem),
             prior=result,
-            out_dtype=q.dtype if i == last else partial_dtype,
-            score=score,
+            out_dtype=dtype,
+            score=execution.score_over(stage),
             max_scores=max_scores,
         )
     if result is not None:
@@ -65,19 +60,15 @@ def _forward_merged(
     max_scores: Tensor | None,
 ) -> ForwardOutput:
     """Attention over local and remote keys in one call, which begins with the local ones if the kernel can."""
-    plan, kernel, problem, collective, group, _, packing, scoring = execution
+    prepared, group, *_ = execution
+    kernel, problem = prepared.early, prepared.problem
     # What can fail does so before rows are on their way.
-    early_plan = stage.early_plan(kernel, problem)
-    both = stage.side_by_side if early_plan is None else None
-    kernel_plan = both.kernel_plan(kernel, problem, packing) if both else Plan()
-    casts = collective.casts((k, v), [stage.route], group)
+    walk = prepared.early_plan if kernel is not None else prepared.side_by_side
+    casts = prepared.collective.casts((k, v), prepared.forward_routes, group)
     cast = next(casts)
-    if both is None:
-        assert isinstance(kernel, EarlyKernel)
+    if kernel is not None:
         steps = kernel.early_forward(
-            *(q, (k, v), cast.buffers, early_plan, problem),
-            free_sms=cast.sms,
-            max_scores=max_scores,
+            *(q, (k, v), cast.buffers, walk, problem), free_sms=cast.sms, max_scores=max_scores
         )
         steps.begin()
         with steps.beside():
@@ -85,13 +76,10 @@ def _forward_merged(
             steps.main()
         result = steps.finish()
     else:
-        pairs = zip((k, v), cast.wait(), strict=True)
-        k_all, v_all = (packed(torch.cat(pair), packing.keys) for pair in pairs)
-        result = kernel.forward(
-            *(q, k_all, v_all, both.slices_of(packing), kernel_plan, problem),
-            score=None
-            if scoring is None
-            else scoring.over(plan, packing, stage.local, stage.remote),
+        keys = [torch.cat(pair) for pair in zip((k, v), cast.wait(), strict=True)]
+        result = prepared.kernel.forward(
+            *(q, *execution.keys(*keys), walk.slices, walk.kernel_plan, problem),
+            score=execution.score_over(stage.local, stage.remote),
             max_scores=max_scores,
         )
     assert next(casts, None) is None

@@ -12,53 +12,52 @@ plan says the mask, with blocks of bits and masks of each batch entry and head; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor import ahead
 from magi_compile.dtensor.agreement import Agreement, require_agreement
 from magi_compile.dtensor.arguments import BackwardOptions, Options
+from magi_compile.dtensor.asked import Asked
 from magi_compile.dtensor.backward import backward
-from magi_compile.dtensor.entries import (
-    PLAIN,
-    Packing,
-    packed,
-    packed_rows,
-    unpacked,
-    unpacked_rows,
-)
-from magi_compile.dtensor.execution import DevicePlan, Execution, Scoring, unpack
+from magi_compile.dtensor.entries import packed, packed_rows, unpacked, unpacked_rows
+from magi_compile.dtensor.execution import DevicePlan, Execution, Prepared, Scoring, unpack
 from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.sharding import register_rules
 from magi_compile.dtensor.transport.collectives import select as select_collective
 from magi_compile.dtensor.watch import watched
-from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved, new_max_scores
-from magi_compile.kernels.select import ScoreNeeds, problem_of, select
+from magi_compile.kernels.base import Grads, Saved, new_max_scores
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import gradients_of_tables, new_sums, split_sums, wanted_tables
 from magi_compile.ops.scale import Scaled
 from magi_compile.score.program import ScoreProgram
 
-
-@lru_cache(maxsize=1024)
-def _select_kernel(
-    problem: AttnProblem, name: str | None, needs: ScoreNeeds | None, is_deterministic: bool
-) -> Kernel:
-    """The kernel: refusals depend on these alone, and a call is too short to ask for them each time. A slower one will
-    do, because a rank has no FlexAttention to stay on."""
-    return select(problem, name, needs, may_be_slower=True).kernel
-
-
 _lib = torch.library.Library("magi", "FRAGMENT")
+_MOST_KINDS = 64  # of calls that are kept with a plan
+
+
+class _KnownCall(NamedTuple):
+    """What all calls of a kind by a plan have in common.
+
+    Attributes:
+        agreement: what the ranks must have in common.
+        prepared: how it runs.
+        group: the ranks, for which that is.
+    """
+
+    agreement: Agreement
+    prepared: Prepared
+    group: ref[dist.ProcessGroup]
 
 
 def _execution(
-    options: Options,
+    options: Options | BackwardOptions,
     scaled: Scaled,
     k: Tensor,
     v: Tensor,
@@ -66,58 +65,63 @@ def _execution(
     *,
     is_backward: bool = False,
 ) -> Execution:
-    """The execution for this rank's rows; all ranks of the group ask together."""
-    q, scale = scaled.q, scaled.softmax_scale
-    group = _compat.resolve_process_group(options.group_name)
+    """The execution for this rank's rows; all ranks of the group ask together. What follows from the plan, the shapes
+    and the options is found out in the first call of its kind."""
+    q = scaled.q
+    group = reduce_group = _compat.resolve_process_group(options.group_name)
     plan = unpack(options.meta, options.data)
+    key = _kind_of(options, q, k, v, wanted, is_backward=is_backward)
+    known = plan.calls.get(key)
+    call = _agreement_on(plan, options, q, k, v) if known is None else known.agreement
     # Before anything else, because what fails on one rank alone leaves the others waiting.
+    names = options.group_name, options.reduce_group_name
+    require_agreement(call, plan.rank, group, names[1], q.device, is_backward=is_backward)
+    if known is None or known.group() is not group:
+        if not is_backward:
+            _check_rows(plan, q, k)
+            _begin_ahead(plan, options, scaled, k, v)
+        asked = Asked.of(options, scaled.softmax_scale, (q, k, v), wanted)
+        chosen = asked.choice(plan.entries, has_bits=plan.bits is not None)
+        moving = select_collective(options.collective, group, q.device)
+        prepared = Prepared(plan, chosen.kernel, chosen.problem, moving, chosen.packing)
+        if len(plan.calls) >= _MOST_KINDS:
+            plan.calls.clear()
+        known = plan.calls[key] = _KnownCall(call, prepared, ref(group))
+    if names[0] != names[1]:
+        reduce_group = _compat.resolve_process_group(names[1])
+    scoring = _scoring(options) if options.score else None
+    return Execution(known.prepared, group, reduce_group, scoring)
+
+
+def _kind_of(
+    options: Options | BackwardOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    wanted: Sequence[int],
+    *,
+    is_backward: bool,
+) -> Hashable:
+    """What says, beside a plan, how a call runs."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    # The numbers and names that both passes have in front.
+    numbers = (options[2:9], is_backward, deterministic, options.return_max_scores)
+    shapes = (q.dtype, q.shape, k.shape, v.shape)
+    if not options.score and not options.share:
+        return (*numbers, *shapes)
+    tables = tuple([(x.dtype, x.dim()) for x in options.tables or ()])
+    of_score = (options.score, tables, tuple(wanted), tuple(options.share or ()))
+    return (*numbers, *shapes, *of_score)
+
+
+def _agreement_on(
+    plan: DevicePlan, options: Options | BackwardOptions, q: Tensor, k: Tensor, v: Tensor
+) -> Agreement:
     numbers = (options.softmax_scale, options.softcap, options.collective, options.batch_entries)
-    call = Agreement.of(plan, q, k, v, *numbers, options.score)
-    require_agreement(
-        *(call, plan.rank, group, options.reduce_group_name, q.device), is_backward=is_backward
-    )
-    problem = problem_of(q, k, v, scale, options.softcap)
-    if options.return_max_scores:
-        problem = replace(problem, has_max_scores=True)
-    packing = PLAIN
-    if options.score or not plan.is_exact:
-        packing = _packing(options, plan, q, k)
-        problem = replace(
-            problem,
-            nheads_q=q.shape[1] // packing.queries,
-            nheads_kv=k.shape[1] // packing.keys,
-            has_bits=plan.bits is not None,
-            has_score=bool(options.score),
-        )
-    scoring, needs = _scoring(options, wanted) if options.score else (None, None)
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    chosen = _select_kernel(problem, options.kernel or None, needs, is_deterministic)
-    moving = select_collective(options.collective, group, q.device)
-    reduce_group = _compat.resolve_process_group(options.reduce_group_name)
-    return Execution(plan, chosen, problem, moving, group, reduce_group, packing, scoring)
+    return Agreement.of(plan, q, k, v, *numbers, options.score)
 
 
-def _packing(options: Options, plan: DevicePlan, q: Tensor, k: Tensor) -> Packing:
-    batch = options.batch_entries
-    heads = q.shape[1] // batch, k.shape[1] // batch
-    return Packing.of(
-        plan.entries, batch, heads, options.share or (), has_score=bool(options.score)
-    )
-
-
-def _scoring(options: Options, wanted: Sequence[int]) -> tuple[Scoring, ScoreNeeds]:
-    """The score program, and what a kernel has to know of it."""
-    program, tables = ScoreProgram.parse(options.score), options.tables or ()
-    scoring = Scoring(program, tables, options.symbols or (), options.places or (-1, -1))
-    dtypes, ranks = tuple(x.dtype for x in tables), tuple(x.dim() for x in tables)
-    return scoring, ScoreNeeds(program, dtypes, ranks, bool(wanted))
-
-
-def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(*rest)
-    scaled = _scaled(q, options)
-    execution = _execution(options, scaled, k, v)
-    plan = execution.plan
+def _check_rows(plan: DevicePlan, q: Tensor, k: Tensor) -> None:
     if q.shape[0] != plan.rows:
         raise ValueError(
             f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}; "
@@ -128,18 +132,57 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
             f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
             "take those of RankPlan.dispatch.keys.positions(rank), padding included"
         )
-    queries, packing = scaled.q, execution.packing
-    if packing is not PLAIN:
-        queries = packed(queries, packing.queries)
+
+
+def _begin_ahead(plan: DevicePlan, options: Options, scaled: Scaled, k: Tensor, v: Tensor) -> None:
+    """Begins to compile the kernels of a forward, and where tensors need gradients those of its backward: those of
+    graphs do not say so, and have begun it already."""
+    tables, qkv = options.tables or (), (scaled.q, k, v)
+    ahead.begin_plan(plan, plan.rows, k.device, is_early=plan.merged is not None)
+    ahead.begin_call(Asked.of(options, scaled.softmax_scale, qkv, ()))
+    of_tables = [x.requires_grad for x in tables]
+    if any((*of_tables, *(x.requires_grad for x in qkv))):
+        wanted = wanted_tables(options.score, of_tables)
+        of_backward = options._replace(return_max_scores=False)
+        asked = Asked.of(of_backward, scaled.softmax_scale, qkv, wanted)
+        ahead.begin_call(asked, is_backward=True, wanted=wanted)
+
+
+def _begin_traced(
+    options: Options | BackwardOptions,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    wanted: Sequence[int] = (),
+    *,
+    is_backward: bool = False,
+) -> None:
+    """Begins to compile what a call of fake tensors will launch."""
+    if _compat.is_in_use(qkv[0].device):
+        scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
+        asked = Asked.of(options, scale, qkv, wanted)
+        ahead.begin_call(asked, is_backward=is_backward, wanted=wanted)
+
+
+def _scoring(options: Options | BackwardOptions) -> Scoring:
+    """The score program with its tensors."""
+    program, tables = ScoreProgram.parse(options.score), options.tables or ()
+    return Scoring(program, tables, options.symbols or (), options.places or (-1, -1))
+
+
+def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    options = Options(*rest)
+    scaled = _scaled(q, options)
+    execution = _execution(options, scaled, k, v)
+    entries = execution.prepared.entries
+    queries = scaled.q if entries == 1 else packed(scaled.q, entries)
     max_scores = new_max_scores(queries) if options.return_max_scores else None
     with watched(execution.group, q.device, is_backward=False):
         out, lse = forward(queries, k, v, execution, max_scores)
     if max_scores is None:
         max_scores = lse.new_empty(0)
-    elif packing is not PLAIN:
-        max_scores = unpacked_rows(max_scores, packing.queries)
-    if packing is not PLAIN:
-        out, lse = unpacked(out, packing.queries), unpacked_rows(lse, packing.queries)
+    elif entries > 1:
+        max_scores = unpacked_rows(max_scores, entries)
+    if entries > 1:
+        out, lse = unpacked(out, entries), unpacked_rows(lse, entries)
     return out.contiguous(), lse, max_scores
 
 
@@ -150,10 +193,12 @@ def _scaled(q: Tensor, options: Options | BackwardOptions) -> Scaled:
 
 
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    options = Options(*rest)
+    _begin_traced(options, (q, k, v))
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     rows = (q.shape[1], q.shape[0])
     lse = q.new_empty(rows, dtype=torch.float32)
-    return out, lse, lse.new_empty(rows if Options(*rest).return_max_scores else 0)
+    return out, lse, lse.new_empty(rows if options.return_max_scores else 0)
 
 
 def _cp_ffa_bwd(
@@ -162,20 +207,20 @@ def _cp_ffa_bwd(
     out, lse, *others = rest
     options = BackwardOptions(*others)
     scaled, tables, wanted = _scaled(q, options), options.tables or (), options.wanted
-    execution = _execution(options.of_forward, scaled, k, v, wanted, is_backward=True)
-    queries, packing = scaled.q, execution.packing
+    execution = _execution(options, scaled, k, v, wanted, is_backward=True)
+    queries, entries = scaled.q, execution.prepared.entries
     sums = new_sums(tables, wanted, q)
     if execution.scoring is not None:
         parts = dict(zip(wanted, split_sums(sums, tables, wanted), strict=True))
         execution = execution._replace(scoring=execution.scoring._replace(sums=parts))
-    if packing is not PLAIN:
-        dout, queries, out = (packed(x, packing.queries) for x in (dout, queries, out))
-        lse = packed_rows(lse, packing.queries)
-        dlse = None if dlse is None else packed_rows(dlse, packing.queries)
+    if entries > 1:
+        dout, queries, out = (packed(x, entries) for x in (dout, queries, out))
+        lse = packed_rows(lse, entries)
+        dlse = None if dlse is None else packed_rows(dlse, entries)
     with watched(execution.group, q.device, execution.reduce_group, is_backward=True):
         dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
-    if packing is not PLAIN:
-        dq = unpacked(dq, packing.queries).contiguous()
+    if entries > 1:
+        dq = unpacked(dq, entries).contiguous()
     return scaled.gradient(dq), dk, dv, sums
 
 
@@ -184,6 +229,7 @@ def _cp_ffa_bwd_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, *others = rest
     options = BackwardOptions(*others)
+    _begin_traced(options, (q, k, v), options.wanted, is_backward=True)
     sums = new_sums(options.tables or (), options.wanted, q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sums
 
@@ -218,7 +264,11 @@ class _AttentionOverRanks(torch.autograd.Function):
         options = Options(*rest)
         out, lse, max_scores = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, options.meta, options.data, *tables)
-        ctx.options = options._replace(meta=None, data=None, tables=None)  # type: ignore[arg-type]
+        ctx.numbers = rest[2:_NUM_PLAIN]
+        # Of a call that has no more than these, no more is kept, because each costs time.
+        ctx.others = None
+        if tables or options.score or options.share:
+            ctx.others = (options.symbols, options.score, options.places, options.share)
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
@@ -231,13 +281,18 @@ class _AttentionOverRanks(torch.autograd.Function):
         # Even without a gradient of its own a rank takes part, because the others wait for it.
         if dout is None:
             dout = torch.zeros_like(out)
-        wanted = wanted_tables(ctx.options.score, ctx.needs_input_grad[4:])
-        options = ctx.options._replace(meta=meta, data=data, tables=tables)
-        op, tensors = torch.ops.magi.cp_ffa_bwd.default, (dout, dlse, q, k, v, out, lse)
-        dq, dk, dv, sums = gradients(op, *tensors, *BackwardOptions.of(options, wanted).short())
+        given = (dout, dlse, q, k, v, out, lse, meta, data, *ctx.numbers)
+        op = torch.ops.magi.cp_ffa_bwd.default
+        if ctx.others is None:
+            dq, dk, dv, _ = gradients(op, *given)
+            return None, dq, dk, dv
+        symbols, score, places, share = ctx.others
+        wanted = wanted_tables(score, ctx.needs_input_grad[4:])
+        dq, dk, dv, sums = gradients(op, *given, tables, symbols, score, places, share, wanted)
         return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
+_NUM_PLAIN = BackwardOptions._fields.index("tables")  # arguments that every call has
 _TABLES = Options._fields.index("tables")
 
 

@@ -38,7 +38,7 @@ _VALUES = (
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton"}
 # By these a function reads what its code does not name.
-_UNNAMED = frozenset(
+UNNAMED = frozenset(
     ("getattr", "vars", "globals", "locals", "eval", "exec", "__dict__", "environ", "getenv")
 )
 # By these it finds out that something is not there yet.
@@ -135,7 +135,7 @@ class Reached:
 
     def _visit_function(self, function: types.FunctionType) -> None:
         code, alive = function.__code__, weakref.ref(function)
-        names = _names_in(code)
+        names = names_in(code)
         self._read |= names
         defaults, kwdefaults = function.__defaults__, function.__kwdefaults__
         cells = function.__closure__ or ()
@@ -161,7 +161,7 @@ class Reached:
         for key, value in zip(code.co_freevars, contents, strict=True):
             self._visit(key, value)
         if not _is_of_a_library(function.__module__):
-            self._is_open |= not _UNNAMED.isdisjoint(names)
+            self._is_open |= not UNNAMED.isdisjoint(names)
             now = functools.partial(_globals, alive)
             for key in dict.fromkeys((*code.co_names, *sorted(names))):
                 value = function.__globals__.get(key, _MISSING)
@@ -327,14 +327,14 @@ def _named_defaults(function: types.FunctionType) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_in(code: types.CodeType) -> frozenset[str]:
+def names_in(code: types.CodeType) -> frozenset[str]:
     """Names of globals and attributes, and strings, which may be names for `getattr`."""
     names = {*code.co_names}
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
         elif isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
+            names |= names_in(constant)
     return frozenset(names)
 
 

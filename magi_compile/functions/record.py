@@ -30,6 +30,7 @@ class Recording(NamedTuple):
         names: what the user calls them; None for those without a name.
         watched: every tensor that it looked at, whose change may change the mask.
         values: the tensors that it captured or computed of those alone, by their nodes.
+        has_read: whether it may follow from what is in the captured tensors, and not from their kinds alone.
     """
 
     graph: torch.fx.Graph
@@ -37,6 +38,7 @@ class Recording(NamedTuple):
     names: list[str | None]
     watched: list[Tensor]
     values: dict[torch.fx.Node, Tensor]
+    has_read: bool
 
 
 def record(
@@ -73,7 +75,9 @@ def record(
     names = Reached(function, what).names
     named = [names.get(id(tensor)) for tensor in recorder.captures]
     values = {recorder.nodes[id(x)]: x for x in recorder.kept if id(x) in recorder.nodes}
-    return Recording(recorder.graph, recorder.captures, named, recorder.watched, values)
+    return Recording(
+        *(recorder.graph, recorder.captures, named, recorder.watched, values, recorder.has_read)
+    )
 
 
 class _Symbol:
@@ -178,6 +182,7 @@ class _Recorder(TorchFunctionMode):
         self.examples: dict[int, Tensor] = {}
         self.kept: list[Tensor] = []  # so that no `id` comes back
         self.is_running = False
+        self.has_read = False
 
     def argument(self, name: str, example: Tensor) -> _Symbol:
         return _Symbol(self.graph.placeholder(name), example, self)
@@ -195,6 +200,7 @@ class _Recorder(TorchFunctionMode):
             raise UnreadableError(f"`{name}` writes to a tensor that is not made of b, h, q or kv")
         result = func(*args, **kwargs)
         tensors = [item for item in items if isinstance(item, Tensor)]
+        self.has_read |= bool(tensors) and not _asks_for_kind(func)
         if tensors and getattr(func, "__name__", "") not in ("__get__", "size", "dim", "numel"):
             self.watched += [tensor for tensor in tensors if id(tensor) not in self.nodes]
         if tensors and isinstance(result, Tensor) and not any(result is item for item in tensors):
@@ -271,6 +277,17 @@ class _Recorder(TorchFunctionMode):
             self.captures.append(tensor)
             self.watched.append(tensor)
         return self.nodes[id(tensor)]
+
+
+_KINDS = ("shape", "dtype", "device", "ndim", "layout", "requires_grad")
+
+
+def _asks_for_kind(func: Any) -> bool:
+    """True if a function of tensors asks for nothing that is in them."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _KINDS
+    return name in ("size", "dim", "numel", "stride", "__len__")
 
 
 # Results of Python's operators without values, by what they follow from: PyTorch takes long to find them.

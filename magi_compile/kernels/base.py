@@ -204,14 +204,31 @@ class CompiledKernel(Protocol):
     """A kernel that is compiled when it first runs, and can begin with that before. All tensors may be fake; sizes are
     those of the call that is to come."""
 
+    def plan_of_sizes(
+        self,
+        num_slices: int,
+        total_q: int,
+        total_k: int,
+        problem: AttnProblem,
+        device: torch.device,
+    ) -> Plan:
+        """The plan that `Kernel.plan` makes of so many slices on `device`, in tensors that have shapes alone."""
+        ...
+
     def begin_plan(self, plan: Plan, problem: AttnProblem) -> None:
         """Begins to compile what makes a plan like this one."""
         ...
 
     def begin_forward(
-        self, plan: Plan, problem: AttnProblem, score: ScoreCall | None = None
+        self,
+        plan: Plan,
+        problem: AttnProblem,
+        score: ScoreCall | None = None,
+        *,
+        is_early: bool = False,
     ) -> None:
-        """Begins to compile what `Kernel.forward` launches without a prior."""
+        """Begins to compile what `Kernel.forward` launches without a prior, or where `is_early` what
+        `EarlyKernel.early_forward` does."""
         ...
 
     def begin_backward(

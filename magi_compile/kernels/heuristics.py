@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -341,6 +342,7 @@ def forward_splits(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms:
     return room // 2 * 2 * is_long * are_few
 
 
+@lru_cache(maxsize=1024)
 def plan_tiles(problem: AttnProblem, kernel: str = "hopper") -> PlanTiles:
     """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("hopper", "fa4" or "triton")."""
     if kernel == "hopper":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -71,6 +72,7 @@ def _fits_triton(partials: Sequence[Tensor]) -> bool:
     return partials[0].is_cuda and all(partial.dtype.itemsize <= 4 for partial in partials)
 
 
+@cache
 def _triton() -> ModuleType:
     """Imported at first use, because Triton need not be installed."""
     return importlib.import_module("magi_compile.kernels.triton.merge")

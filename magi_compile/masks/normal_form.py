@@ -84,6 +84,9 @@ def normal_form(rects: Rects) -> Rects:
     Returns:
         Trimmed, straight rects, all with area.
     """
+    is_in_order = (rects.row_end[:-1] <= rects.row_begin[1:]).all() & rects.has_area().all()
+    if len(rects.row_begin) and bool(is_in_order):  # as most that are made row by row
+        return _stack_rows(rects)
     rects = rects.live()
     if not len(rects.row_begin):
         return rects

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -166,6 +167,21 @@ class AttnSlices:
         return slices
 
     @classmethod
+    def of_runs(
+        cls,
+        q_ranges: Tensor,
+        k_ranges: Tensor,
+        mask_types: Tensor,
+        seqlen_q: int,
+        seqlen_k: int,
+    ) -> AttnSlices:
+        """Makes slices in normal form of such that are known to be right and tight: every row of each sees a key, and
+        an edge that moves cuts something. Waits for the device if that is a GPU."""
+        rects = Rects.from_ranges(*(x.cpu() for x in (q_ranges, k_ranges, mask_types)))
+        slices = cls._from_rects(normal_form(rects), seqlen_q, seqlen_k)
+        return slices if q_ranges.device.type == "cpu" else slices.to(q_ranges.device)
+
+    @classmethod
     def from_lists(
         cls,
         q_ranges: Sequence[Sequence[int]] | Tensor,
@@ -312,7 +328,22 @@ class AttnSlices:
 
     @classmethod
     def _from_rects(cls, straight: Rects, seqlen_q: int, seqlen_k: int) -> AttnSlices:
-        return cls.unchecked(*straight.to_ranges(), seqlen_q, seqlen_k)
+        """The slices of trimmed, straight rects, which are kept with them."""
+        slices = cls.unchecked(*straight.to_ranges(), seqlen_q, seqlen_k)
+        slices._keep_rects(straight)
+        return slices
+
+    def _keep_rects(self, rects: Rects | None) -> None:
+        """Keeps the rects of these slices, if there are some and writes to the lists are counted."""
+        if rects is not None and not torch.compiler.is_compiling() and self.versions is not None:
+            _rects_of[self] = (self.versions, rects)
+
+    def _kept_rects(self) -> Rects | None:
+        """The rects that were kept, if nobody has written to the lists since."""
+        if torch.compiler.is_compiling() or (kept := _rects_of.get(self)) is None:
+            return None
+        versions, rects = kept
+        return rects if versions == _versions(*self._lists()) else None
 
     def untrimmed_rects(self) -> Rects:
         """The slices as rects on their device; at least one, to gather from."""
@@ -330,7 +361,8 @@ class AttnSlices:
                 "take them"
             )
         self.check_writes()
-        return self._rects()
+        kept = self._kept_rects()
+        return self._rects() if kept is None else kept
 
     def _rects(self) -> Rects:
         return Rects.from_ranges(*(x.cpu() for x in self._lists())).trimmed()
@@ -426,9 +458,10 @@ class AttnSlices:
         if not torch.compiler.is_compiling():
             device = check_device(device)
         bits = None if self.bits is None else self.bits.to(device)
-        return self._with_lists(
-            self.q_ranges.to(device), self.k_ranges.to(device), self.mask_types.to(device), bits
-        )
+        lists = (self.q_ranges.to(device), self.k_ranges.to(device), self.mask_types.to(device))
+        slices = self._with_lists(*lists, bits)
+        slices._keep_rects(self._kept_rects())
+        return slices
 
     def _with_lists(
         self, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor, bits: Tensor | None
@@ -518,7 +551,12 @@ class AttnSlices:
         return self.seqlen_q, self.seqlen_k, tuple(table.flatten().tolist())
 
     def _with_rects(self, straight: Rects) -> AttnSlices:
-        return self._from_rects(straight, self.seqlen_q, self.seqlen_k).to(self.device)
+        slices = self._from_rects(straight, self.seqlen_q, self.seqlen_k)
+        return slices if self.device.type == "cpu" else slices.to(self.device)
+
+
+# The trimmed, straight rects on the CPU that slices were made of, with the versions of the lists at that time.
+_rects_of: WeakKeyDictionary[AttnSlices, tuple[tuple[int, ...], Rects]] = WeakKeyDictionary()
 
 
 def _lasting(x: Tensor) -> Tensor:

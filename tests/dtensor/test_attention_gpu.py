@@ -7,7 +7,7 @@ import torch
 
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.backward import backward
-from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.execution import Execution, Prepared, unpack
 from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
@@ -249,7 +249,8 @@ def backward_of(group, collective, options, slices, head_dim=128):
     q, k, v = inputs_of(ready.rows, device, rank, head_dim)
     problem = problem_of(q, k, v, head_dim**-0.5, 0.0)
     moving = select(collective, group, device)
-    execution = Execution(ready, kernels.select(problem).kernel, problem, moving, group, group)
+    prepared = Prepared(ready, kernels.select(problem).kernel, problem, moving)
+    execution = Execution(prepared, group, group)
 
     def inputs(seed):
         q, k, v = inputs_of(ready.rows, device, 100 * rank + seed, head_dim)
@@ -257,10 +258,11 @@ def backward_of(group, collective, options, slices, head_dim=128):
         results = forward(q, k, v, execution)
         return Grads(dout, None), Saved(q, k, v, *results)
 
-    def run(tensors, kernel=execution.kernel):
-        return backward(*tensors, execution._replace(kernel=kernel))
+    def run(tensors, kernel=prepared.kernel):
+        other = Prepared(ready, kernel, problem, moving)
+        return backward(*tensors, execution._replace(prepared=other))
 
-    return run, inputs, execution.kernel
+    return run, inputs, prepared.kernel
 
 
 class InOneCall:

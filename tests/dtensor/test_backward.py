@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from magi_compile.dtensor.backward import backward
-from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.execution import Execution, Prepared, unpack
 from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.all_to_all import AllToAll
@@ -110,8 +110,8 @@ def run_and_tell(group, degree):
         torch.randn(plan.rows, heads, 16, generator=generator) for heads in (4, 2, 2, 4)
     )
     problem = problem_of(q, k, v, 0.25, 0.0)
-    moving = AllToAll()
-    execution = Execution(plan, CpuKernel(), problem, moving, group, group)
+    prepared = Prepared(plan, CpuKernel(), problem, AllToAll())
+    execution = Execution(prepared, group, group)
     saved = Saved(q, k, v, *forward(q, k, v, execution))
     found = []
     for kernel in (phases_on_cpus.PhasedCpuKernel(), CpuKernel()):
@@ -119,7 +119,7 @@ def run_and_tell(group, degree):
         steps.clear()
         telling = Telling(steps.append)
         telling.boxes.append([None, None])
-        told = execution._replace(kernel=kernel, collective=telling)
+        told = execution._replace(prepared=Prepared(plan, kernel, problem, telling))
         grads = backward(Grads(dout, None), saved, told)
         found.append((steps[:], grads))
     (steps, grads), (in_one_call, expected) = found
@@ -177,6 +177,6 @@ def test_what_fails_in_a_backward_does_so_before_rows_are_on_their_way(degree, m
     slices = documents([904, 1144], causal=True)
     plan = unpack(*plan_rank(slices, 2, 0, phased(degree)).tensors("cpu"))
     q, k, v = (torch.zeros(plan.rows, heads, 16) for heads in (4, 2, 2))
-    execution = Execution(plan, kernel, PROBLEM, collective, None, None)
+    execution = Execution(Prepared(plan, kernel, PROBLEM, collective), None, None)
     with pytest.raises(RuntimeError, match="no plan"):
         backward(Grads(q, None), Saved(q, k, v, q, q), execution)

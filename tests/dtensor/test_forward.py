@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.execution import Execution, Prepared, unpack
 from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.all_to_all import SMS
@@ -86,5 +86,6 @@ def test_what_fails_does_so_before_rows_are_on_their_way(name, monkeypatch):
     plan = unpack(*plan_rank(documents([900, 1148], causal=True), 2, 0, OPTIONS).tensors("cpu"))
     q, k, v = (torch.zeros(plan.rows, heads, 16) for heads in (4, 2, 2))
     problem = problem_of(q, k, v, 1.0, 0.0)
+    execution = Execution(Prepared(plan, kernel, problem, collective), None, None)
     with pytest.raises(RuntimeError, match="no plan"):
-        forward(q, k, v, Execution(plan, kernel, problem, collective, None, None))
+        forward(q, k, v, execution)

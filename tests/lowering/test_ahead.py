@@ -18,10 +18,13 @@ def events(monkeypatch):
     found = []
 
     class Compiled(CpuKernel):
+        def plan_of_sizes(self, num_slices, total_q, total_k, problem, device):
+            pytest.fail("of ranks")
+
         def begin_plan(self, plan, problem):
             found.append("begin plan")
 
-        def begin_forward(self, plan, problem, score=None):
+        def begin_forward(self, plan, problem, score=None, *, is_early=False):
             found.append("begin forward")
 
         def begin_backward(self, problem, score=None, *, wanted=(), deterministic=False):

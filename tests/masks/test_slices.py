@@ -415,3 +415,13 @@ def test_numbers_near_the_ends_of_their_dtypes():
     lists = AttnSlices.full(16)
     made = AttnSlices(lists.q_ranges, lists.k_ranges, lists.mask_types, numpy.int64(16), 16)
     assert type(made.seqlen_q) is int
+
+
+def test_rects_follow_what_is_written_to_slices():
+    slices = AttnSlices.from_lists([(0, 4), (4, 8)], [(0, 4), (4, 8)], [1, 1]).normalize()
+    before = slices.rects()
+    assert slices.to("cpu").rects().row_end.tolist() == before.row_end.tolist() == [4, 8]
+    slices.k_ranges[1, 0] = 5
+    assert (
+        slices.rects().col_begin.tolist() == slices.to("cpu").rects().col_begin.tolist() == [0, 5]
+    )

@@ -80,7 +80,7 @@ class RankRows:
         # Where a slice goes on in the next chunk, and that lies behind this one, the cut between them is undone.
         shift = pick(self.shift_of_chunk, chunk)
         is_apart = (chunk[1:] != chunk[:-1] + 1) | (shift[1:] != shift[:-1])
-        first, last = group((whole[1:] != whole[:-1]) | is_apart, len(index))
+        first, last = group((whole[1:] != whole[:-1]) | is_apart, index.shape[0])
         joined = rects.select(first)._replace(row_end=pick(rects.row_end, last))
         return joined, pick(shift, first), pick(whole, first)
 
@@ -176,7 +176,7 @@ class CommPlan:
         """The stages of `rank` for each degree; tensors are on the CPU. Without `has_slices` those are left out."""
         is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
         indices = [x.nonzero().flatten() for x in (is_mine, is_theirs)]
-        first, fields = len(indices[0]), self._moving_rows(torch.cat(indices))
+        first, fields = indices[0].shape[0], self._moving_rows(torch.cat(indices))
         mine = MovingRows(*(x[:, :first].flatten() for x in fields))
         theirs = MovingRows(*(x[:, first:].flatten() for x in fields))
         slices = self._slices(rank, mine) if has_slices else self._no_slices(rank)
@@ -232,13 +232,16 @@ class CommPlan:
         # Neighbours on both sides become one.
         end, peer_end = row + count, peer_row + count
         is_new = (place[1:] != place[:-1]) | (row[1:] != end[:-1])
-        first, last = group(is_new | (peer_row[1:] != peer_end[:-1]), len(place))
+        first, last = group(is_new | (peer_row[1:] != peer_end[:-1]), place.shape[0])
         row = pick(row, first)
         ranges = torch.stack(
             [pick(peer, first), row, pick(peer_row, first), pick(end, last) - row], 1
         )
         sizes = torch.bincount(pick(pick(stage, order), first), minlength=2 * num_stages).tolist()
-        ranges_of, counts_of = ranges.split(sizes), counts.view(-1, cp_size).tolist()
+        ranges_of, counts_of = (
+            torch.split_with_sizes(ranges, sizes),
+            counts.view(-1, cp_size).tolist(),
+        )
         peaks = chain.from_iterable(x.rows.amax(0).tolist() for x in self.buffers)
         return [
             Transfer(
@@ -280,14 +283,14 @@ class CommPlan:
         stage, lo, hi, key_row = (pick(x, order) for x in (mine.stage, mine.lo, mine.hi, key_row))
         shift = key_row - lo
         is_apart = (lo[1:] != hi[:-1]) | (shift[1:] != shift[:-1])
-        first, last = group((stage[1:] != stage[:-1]) | is_apart, len(stage))
+        first, last = group((stage[1:] != stage[:-1]) | is_apart, stage.shape[0])
         keys, key_shift = (
             Ranges(pick(stage, first), pick(lo, first), pick(hi, last)),
             pick(shift, first),
         )
         rects, row_shift, whole = self.rows.rects_of(rank)
         # Every rect against the keys of every stage.
-        num_rects = len(row_shift)
+        num_rects = row_shift.shape[0]
         first_key, last_key = rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1]
         owner = torch.arange(num_stages, device="cpu").repeat_interleave(num_rects)
         sees = Ranges(owner, *(torch.cat([x] * num_stages) for x in (first_key, last_key)))
@@ -296,7 +299,7 @@ class CommPlan:
         of_keys = rects.select(rect).clipped_to_columns(pick(keys.lo, key), pick(keys.hi, key))
         straight = of_keys.straight()
         live = straight.has_area().nonzero().flatten()
-        which = live.remainder(max(len(rect), 1))  # one rect has become three
+        which = live.remainder(max(rect.shape[0], 1))  # one rect has become three
         order = pick(keys.owner, pick(key, which)).argsort(stable=True)
         live, which = pick(live, order), pick(which, order)
         rect, key = pick(rect, which), pick(key, which)
@@ -308,7 +311,9 @@ class CommPlan:
             pick(whole, rect),
         )
         sizes = torch.bincount(pick(keys.owner, key), minlength=num_stages).tolist()
-        tables = zip(*(x.split(sizes) for x in local), self._seqlens_k(rank), strict=True)
+        tables = zip(
+            *(torch.split_with_sizes(x, sizes) for x in local), self._seqlens_k(rank), strict=True
+        )
         return [
             (AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k), whole)
             for q, k, types, whole, seqlen_k in tables

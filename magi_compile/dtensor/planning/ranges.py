@@ -23,7 +23,10 @@ class Ranges(NamedTuple):
     def take(self, index: Tensor) -> Ranges:
         if index.dtype == torch.bool:
             index = index.nonzero().flatten()
-        return Ranges(*(field.index_select(0, index) for field in self))
+        owner, lo, hi = self
+        return Ranges(
+            owner.index_select(0, index), lo.index_select(0, index), hi.index_select(0, index)
+        )
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -42,13 +45,13 @@ def unite(ranges: Ranges, span: int) -> Ranges:
         The united ranges.
     """
     ranges = ranges.take(ranges.lo < ranges.hi)
-    if not len(ranges.lo):
+    if not ranges.lo.shape[0]:
         return ranges
     # Owners are laid out one after another with a hole in between, which makes this one problem, not many.
     stride = span + 1
     begin, order = torch.sort(ranges.owner * stride + ranges.lo)
     reach = torch.cummax(pick(ranges.owner * stride + ranges.hi, order), 0).values
-    first, last = group(begin[1:] > reach[:-1], len(begin))
+    first, last = group(begin[1:] > reach[:-1], begin.shape[0])
     begin, end = pick(begin, first), pick(reach, last)
     owner = begin.div(stride, rounding_mode="floor")
     return Ranges(owner, begin - owner * stride, end - owner * stride)
@@ -57,7 +60,7 @@ def unite(ranges: Ranges, span: int) -> Ranges:
 def join(ranges: Ranges) -> Ranges:
     """The union of ranges that are sorted by (owner, lo) and disjoint already: neighbours become one."""
     owner, lo, hi = ranges
-    first, last = group((lo[1:] != hi[:-1]) | (owner[1:] != owner[:-1]), len(lo))
+    first, last = group((lo[1:] != hi[:-1]) | (owner[1:] != owner[:-1]), lo.shape[0])
     return Ranges(pick(owner, first), pick(lo, first), pick(hi, last))
 
 
@@ -79,7 +82,7 @@ def expand(counts: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
     """
     index = torch.repeat_interleave(counts, output_size=total)
     first = counts.cumsum(0) - counts
-    return index, torch.arange(len(index), device=counts.device) - pick(first, index)
+    return index, torch.arange(index.shape[0], device=counts.device) - pick(first, index)
 
 
 def split_at_multiples(ranges: Ranges, size: int) -> tuple[Ranges, Tensor]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor.ahead import begin_plan
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
@@ -126,6 +127,8 @@ class RankPlan:
         """The plan for the ops; made once per device."""
         device = check_device(device)
         if device not in self._packed:
+            rows, is_early = self.dispatch.seqlen_local, self.forward_is_early
+            begin_plan(self, rows, device, is_early=is_early)
             self._packed[device] = self._pack(device)
         return self._packed[device]
 
@@ -307,6 +310,12 @@ def planner() -> ThreadPoolExecutor:
 
 _plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
 _lock = Lock()
+
+
+def forget() -> None:
+    """Forgets all plans."""
+    with _lock:
+        _plans.clear()
 
 
 def _begin_anew() -> None:

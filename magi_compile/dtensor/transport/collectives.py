@@ -56,6 +56,7 @@ class Route:
         send_counts: rows sent to each rank.
         recv_counts: rows received from each rank.
         peak_received: the largest `num_received` of any rank.
+        num_received: rows of the buffer.
     """
 
     sends: Tensor
@@ -65,6 +66,7 @@ class Route:
     send_counts: list[int]
     recv_counts: list[int]
     peak_received: int
+    num_received: int
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -77,7 +79,8 @@ class Route:
         sends, recvs = ranges.split([num_sends, num_recvs])
         host_sends, host_recvs = on_host.split([num_sends, num_recvs])
         send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
-        return Route(sends, recvs, host_sends, host_recvs, send_counts, recv_counts, peak_received)
+        of_rows = (send_counts, recv_counts, peak_received, sum(recv_counts))
+        return Route(sends, recvs, host_sends, host_recvs, *of_rows)
 
     def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
         """`make(self, *arguments)`, made once: what an implementation needs of the route.
@@ -97,11 +100,6 @@ class Route:
             with _compat.outside_of_modes():
                 self._derived[make] = make(self, *arguments)
         return self._derived[make]
-
-    @property
-    def num_received(self) -> int:
-        """Rows of the buffer."""
-        return sum(self.recv_counts)
 
 
 def is_recorded(device: torch.device) -> bool:

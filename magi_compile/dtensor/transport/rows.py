@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -47,15 +48,16 @@ def move(
 def gather(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
     """`packed`, the rows `rows` of all tensors."""
     sizes = widths(tensors)
-    packed = tensors[0].new_empty(len(rows), sum(sizes))
-    move(tensors, rows, packed.split(sizes, 1), None)
+    packed = tensors[0].new_empty(rows.shape[0], sum(sizes))
+    move(tensors, rows, torch.split_with_sizes(packed, sizes, 1), None)
     return packed
 
 
-def split(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that lie side by side in `packed`, as views with rows like those of `like`."""
-    parts = packed.split(widths(like), 1)
-    return [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, like, strict=True)]
+def split(packed: Tensor, like: Sequence[Tensor], sizes: list[int] | None = None) -> list[Tensor]:
+    """The tensors that lie side by side in `packed`, as views with rows like those of `like`; `sizes` are their widths,
+    where these are at hand."""
+    parts = torch.split_with_sizes(packed, widths(like) if sizes is None else sizes, 1)
+    return [torch.unflatten(part, 1, x.shape[1:]) for part, x in zip(parts, like, strict=True)]
 
 
 def widths(tensors: Sequence[Tensor]) -> list[int]:
@@ -126,6 +128,7 @@ class Sums:
             out.copy_(total)
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported at first use, because Triton need not be installed."""
     return importlib.import_module("magi_compile.dtensor.transport.rows_triton")

@@ -13,7 +13,10 @@ ROWS = 4  # of one program
 MAX_BLOCK = 1024  # values of a row in one program
 
 
-@triton.jit
+# How many rows move, and where a list of them begins, changes with the mask: no reason to compile again.
+@triton.jit(
+    do_not_specialize=["num"], do_not_specialize_on_alignment=["source_rows", "target_rows"]
+)
 def move_kernel(
     sources,
     source_rows,

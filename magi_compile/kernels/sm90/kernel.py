@@ -35,7 +35,11 @@ from magi_compile.kernels.sm90.forward.split_kv import (
     merge_variant,
 )
 from magi_compile.kernels.sm90.planner.block_map import block_map_variants, plan_of_lists
-from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device, plan_variants
+from magi_compile.kernels.sm90.planner.tile_plan import (
+    plan_of_sizes,
+    plan_on_device,
+    plan_variants,
+)
 from magi_compile.kernels.sm90.runtime import ahead
 from magi_compile.kernels.sm90.scores.arguments import source_of
 from magi_compile.kernels.sm90.scores.gradients import table_gradients_variant
@@ -169,12 +173,28 @@ class HopperKernel:
             return [f"has no code for the score_mod: {unknown} is not written in CUDA"]
         return []
 
+    def plan_of_sizes(
+        self,
+        num_slices: int,
+        total_q: int,
+        total_k: int,
+        problem: AttnProblem,
+        device: torch.device,
+    ) -> Plan:
+        sizes = plan_tiles(problem)
+        return plan_of_sizes(num_slices, total_q, total_k, sizes, problem, device)
+
     def begin_plan(self, plan: Plan, problem: AttnProblem) -> None:
         is_of_lists = problem.block_map is not None
         ahead.begin(block_map_variants() if is_of_lists else plan_variants(plan, problem))
 
     def begin_forward(
-        self, plan: Plan, problem: AttnProblem, score: ScoreCall | None = None
+        self,
+        plan: Plan,
+        problem: AttnProblem,
+        score: ScoreCall | None = None,
+        *,
+        is_early: bool = False,
     ) -> None:
         assert plan.q_walk is not None
         source = None if score is None else source_of(score, problem)
@@ -182,8 +202,9 @@ class HopperKernel:
             problem.block_map is None and _compat.size_at_hand(plan.q_walk.edges.shape[0]) > 0
         )
         config = forward_config(problem)
-        variants = [forward_variant(problem, config, has_stairs=has_stairs, score=source)]
-        if has_splits(plan) and score is None:
+        options = {"has_stairs": has_stairs, "is_early": is_early}
+        variants = [forward_variant(problem, config, **options, score=source)]
+        if has_splits(plan) and score is None and not is_early:
             variants.append(merge_variant(problem.head_dim_v, problem.dtype))
         ahead.begin(variants)
 

@@ -116,6 +116,7 @@ class Evaluation(Visitor[Value, Tensor]):
             return
         group = self.group(*promise.holds.args)
         if group.among.is_whole is not None:
+            assert group.is_found is not None
             is_whole = gather(group.among.is_whole, group.place) | ~group.is_found
             self.check_group(promise, ~is_whole & when.data)
 
@@ -271,18 +272,21 @@ class Evaluation(Visitor[Value, Tensor]):
     def group_edge(self, group: _Group, edge: str) -> Value:
         """That of a group which is not there is 0."""
         found = gather(getattr(group.among, edge), group.place)
-        return Value(torch.where(group.is_found, found, 0), 0, self.seqlen_k)
+        if group.is_found is not None:
+            found = torch.where(group.is_found, found, 0)
+        return Value(found, 0, self.seqlen_k)
 
     def stretches(self, keys: Expr) -> Stretches:
         return self.once("stretches", keys, lambda: Stretches.of(self.along_kv(keys)))
 
 
 class _Group(NamedTuple):
-    """The keys that each row wants: the place of their first run `among` all groups, and whether there is one."""
+    """The keys that each row wants: the place of their first run `among` all groups, and whether there is one; None
+    where there always is."""
 
     among: Groups
     place: Tensor
-    is_found: Tensor
+    is_found: Tensor | None
 
 
 def with_columns(

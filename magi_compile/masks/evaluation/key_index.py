@@ -27,24 +27,31 @@ class Groups(NamedTuple):
     end: Tensor  # behind the last key of this value
     number: Tensor | None  # of the group; None: every run is one
     is_whole: Tensor | None  # this run and those of this value behind it are one; None: all are
-    seqlen_k: int
+    data: Tensor  # along kv
+    run: Tensor  # of each key, `[1 or batch, seqlen_k]`: its number along the keys, from 1 on
+    order: Tensor  # which of the runs along the keys stands where
 
     @staticmethod
     def of(data: Tensor) -> Groups:
-        seqlen_k = data.shape[-1]
-        value, begin, end = _runs(data)
+        value, begin, end, run = _runs(data)
         value, order = value.sort(dim=-1, stable=True)
         begin, end = begin.gather(-1, order), end.gather(-1, order)
         is_split = (value[:, 1:] == value[:, :-1]) & (begin[:, 1:] != begin[:, :-1])
         if _is_readable(value) and not bool(is_split.any()):
-            return Groups(value, begin, end, end, None, None, seqlen_k)
+            return Groups(value, begin, end, end, None, None, data, run, order)
         last = torch.searchsorted(value, value, right=True) - 1
         splits = torch.nn.functional.pad(is_split.cumsum(-1, dtype=torch.int32), (1, 0))
         is_whole = splits.gather(-1, last) == splits
-        return Groups(value, begin, end, end.gather(-1, last), last, is_whole, seqlen_k)
+        end_of_value = end.gather(-1, last)
+        return Groups(value, begin, end, end_of_value, last, is_whole, data, run, order)
 
-    def locate(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds where the runs of a value begin among all, and whether there is one."""
+    def locate(self, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Finds where the runs of a value begin among all, and whether there is one; None where there always is."""
+        if self.number is None and _are_same(value, self.data):  # each key is in a run of its value
+            places = torch.arange(self.order.shape[-1], device=value.device)
+            place = torch.empty_like(self.order)
+            place.scatter_(-1, self.order, places.expand(self.order.shape))
+            return gather(place, self.run - 1), None
         values, sought = _aligned(self.value, value)
         place = torch.searchsorted(values, sought).clamp(max=values.shape[-1] - 1)
         return place, gather(self.value, place) == sought
@@ -57,7 +64,7 @@ class Groups(NamedTuple):
         assert self.number is not None
         number = gather(self.number, place)
         # In order of their groups, and within a group along the keys.
-        stride = self.seqlen_k + 1
+        stride = self.data.shape[-1] + 1
         begins, ends = (self.number * stride + x for x in (self.begin, self.run_end))
         first = torch.searchsorted(*_aligned(ends, number * stride + lo), right=True)
         last = torch.searchsorted(*_aligned(begins, number * stride + hi)) - 1
@@ -131,8 +138,15 @@ def gather(table: Tensor, index: Tensor) -> Tensor:
     return table.gather(-1, index.long().expand(table.shape[0], -1))
 
 
-def _runs(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximal runs of equal values: value, begin, end."""
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are one piece of memory. Of fakes, which have none, nobody knows."""
+    if type(one) is not Tensor or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
+
+
+def _runs(data: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Maximal runs of equal values: value, begin, end, and the number of the run of each key."""
     seqlen_k = data.shape[-1]
     starts = torch.ones_like(data, dtype=torch.bool)
     torch.ne(data[:, 1:], data[:, :-1], out=starts[:, 1:])
@@ -143,7 +157,7 @@ def _runs(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     begin = torch.searchsorted(number, torch.minimum(wanted, last))
     follower = torch.nn.functional.pad(begin[:, 1:], (0, 1), value=seqlen_k)
     end = torch.where(follower > begin, follower, seqlen_k)
-    return data.gather(-1, begin), begin.to(torch.int32), end.to(torch.int32)
+    return data.gather(-1, begin), begin.to(torch.int32), end.to(torch.int32), number
 
 
 def _is_readable(tensor: Tensor) -> bool:

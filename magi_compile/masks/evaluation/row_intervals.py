@@ -198,6 +198,8 @@ def _disjoint(lanes: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]
     if len(lanes) == 1:
         ((lo, hi),) = lanes
         is_live = lo < hi
+        if is_live.device.type == "cpu" and type(is_live) is Tensor and bool(is_live.all()):
+            return lanes
         return [(torch.where(is_live, lo, 0), torch.where(is_live, hi, 0))]
     far = 2**31 - 1
     lanes = [(torch.where(lo < hi, lo, far), torch.where(lo < hi, hi, far)) for lo, hi in lanes]

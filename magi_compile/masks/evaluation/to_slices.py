@@ -35,8 +35,7 @@ def slices_from_intervals(intervals: RowIntervals) -> AttnSlices:
     runs = _runs(intervals)
     first, last = runs.starts.nonzero().flatten(), runs.ends.nonzero().flatten()
     lists = _gather_runs(intervals, runs, first, last)
-    slices = AttnSlices.unchecked(*lists, *intervals.sizes.totals)
-    return slices.normalize()
+    return AttnSlices.of_runs(*lists, *intervals.sizes.totals)
 
 
 def padded_slices_from_intervals(

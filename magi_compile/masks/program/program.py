@@ -75,7 +75,7 @@ class MaskProgram:
             return self._headline("mask_mod(b, h, q, kv)")
         return self._headline(str(without_marks(self.expr)))
 
-    @property
+    @cached_property
     def text(self) -> str:
         """All of it, for `parse`."""
         expr = _BY_CODE if self.expr.reasons else str(self.expr)
@@ -259,7 +259,16 @@ class MaskProgram:
 
     def describe(self, text: Expr | str) -> str:
         """A part of the mask, or a text about it, with the captured tensors under the user's names."""
+        found = self._described.get(text)
+        if found is None:
+            found = self._described[text] = self._describe(text)
+        return found
 
+    @cached_property
+    def _described(self) -> dict[Expr | str, str]:
+        return {}
+
+    def _describe(self, text: Expr | str) -> str:
         def name(match: re.Match[str]) -> str:
             index = int(match[1])
             return self.names[index] if index < len(self.names) else match[0]

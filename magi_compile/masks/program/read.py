@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from magi_compile import _compat
 from magi_compile.functions.names import INDICES
 from magi_compile.functions.record import Recording, UnreadableError, record
+from magi_compile.functions.structure import structure_of
 from magi_compile.masks.errors import UnsupportedMaskError
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.masks.program.trace import read_with_care
@@ -77,30 +78,60 @@ def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Trac
     Raises:
         UnsupportedMaskError: it asks for the value of what it is called with, or what it does cannot be followed.
     """
+    device = torch.device(device)
+    structure = structure_of(mask_mod)
+    key = None if structure is None else (structure.key, device, torch.get_default_dtype())
+    if structure is not None and (known := _structures.get(key)) is not None:
+        tables = [structure.tensors[place] for place in known.places]
+        return TracedMask(known.program, tables, [*tables])
     index = torch.empty((), dtype=torch.int64, device="meta")
     with _compat.outside_of_modes():
         try:
-            recording = record(
-                mask_mod, dict.fromkeys(INDICES, index), torch.device(device), "mask_mod"
-            )
+            recording = record(mask_mod, dict.fromkeys(INDICES, index), device, "mask_mod")
         except UnreadableError as error:
             raise UnsupportedMaskError([str(error)]) from error
-        return _read(recording)
+        traced, is_kept = _read(recording)
+    if structure is not None and is_kept and not recording.has_read:
+        _remember(key, structure.tensors, traced)
+    return traced
 
 
-def _read(recording: Recording) -> TracedMask:
+class _Known(NamedTuple):
+    """The program of a structure, and which of its tensors are the tables."""
+
+    program: MaskProgram
+    places: list[int]
+
+
+# Of recent mask_mods that asked for nothing that is in their tensors.
+_structures: dict[Hashable, _Known] = {}
+
+
+def _remember(key: Hashable, tensors: Sequence[Tensor], traced: TracedMask) -> None:
+    places = {id(x): place for place, x in enumerate(tensors)}
+    if any(id(x) not in places for x in (*traced.tables, *traced.watched)):
+        return  # it makes some itself
+    if len(_structures) >= MAX_PROGRAMS:
+        _structures.clear()
+    _structures[key] = _Known(traced.program, [places[id(x)] for x in traced.tables])
+
+
+def _read(recording: Recording) -> tuple[TracedMask, bool]:
+    """The mask, and whether other data have the same program."""
     captures = recording.captures
     names = [name or f"t{i}" for i, name in enumerate(recording.names)]
     titles = names if any(recording.names) else []
     key = _key_of(recording.graph, captures, titles)
     program = None if key is None else _programs.get(key)
+    is_kept = program is not None
     if program is None:
         program, has_failed = read_with_care(recording.graph, captures, titles)
-        if key is not None and not has_failed:
+        is_kept = key is not None and not has_failed
+        if is_kept:
             _programs[key] = program
             for oldest in list(_programs)[:-MAX_PROGRAMS]:
                 _programs.pop(oldest, None)
-    return TracedMask(program, captures, recording.watched)
+    return TracedMask(program, captures, recording.watched), is_kept
 
 
 def _key_of(graph: Graph, captures: Sequence[Tensor], names: Sequence[str]) -> Hashable | None:

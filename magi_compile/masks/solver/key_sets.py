@@ -6,6 +6,7 @@ that the number of intervals of a mask is small and known before there are data.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from magi_compile.masks.expr.expr import END, FALSE, TRUE, ZERO, Expr, build, is_le
@@ -79,6 +80,7 @@ EVERYTHING = KeySet((Lane(ZERO, END),))
 NOTHING = KeySet(())
 
 
+@lru_cache(maxsize=4096)
 def has_bounds(edge: Expr) -> bool:
     """True if an edge depends on the order of keys."""
     return any(node.op == "upper_bound" for node in edge.walk())

@@ -44,3 +44,30 @@ def test_rows_of():
 def test_in_the_interpreter():
     """See `interpreted_rows.py`."""
     run_interpreted(Path(__file__).parents[1] / "support" / "interpreted_rows.py")
+
+
+@needs_triton
+def test_one_kernel_for_any_number_of_rows():
+    """How many rows move, and where their list begins, changes in every step."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
+
+    from magi_compile.dtensor.transport.native.pull_triton import pull_kernel
+    from magi_compile.dtensor.transport.rows_triton import move_kernel
+
+    gpu = CUDABackend(GPUTarget("cuda", 90, 32))
+    move, pull = (
+        create_function_from_signature(kernel.signature, kernel.params, gpu)
+        for kernel in (move_kernel, pull_kernel)
+    )
+    x, index = torch.zeros(64, 16).bfloat16(), torch.zeros(64, dtype=torch.int32)
+    places, addresses = torch.zeros(3, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    moves, pulls = [], []
+    for begin, num in ((0, 16), (1, 17), (2, 1)):
+        rows, widths = index[begin:], (16, 16)
+        given = ((x, x), rows, (x, x), rows, num, widths, widths, widths)
+        moves.append(move(*given, NUM_TENSORS=2, ROWS=4, BLOCK=16)[1])
+        pulls.append(pull(x, places, num, addresses, 256, 16, BLOCK=16, ROWS=4)[1])
+    assert moves[0] == moves[1] == moves[2]
+    assert pulls[0] == pulls[1] == pulls[2]

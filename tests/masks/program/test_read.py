@@ -14,6 +14,7 @@ from magi_compile.masks.program.read import read_mask_mod
 @pytest.fixture(autouse=True)
 def no_programs(monkeypatch):
     monkeypatch.setattr(read, "_programs", {})
+    monkeypatch.setattr(read, "_structures", {})
 
 
 def of_documents(document, window=None):
@@ -34,6 +35,67 @@ def test_other_data_have_the_same_program_and_their_own_tables():
     second = read_mask_mod(of_documents(other))
     assert second.program is first.program
     assert second.tables[0] is other
+
+
+def counted(monkeypatch):
+    """How often a mask_mod is called to be read."""
+    calls, record = [], read.record
+    monkeypatch.setattr(read, "record", lambda *given: calls.append(1) or record(*given))
+    return calls
+
+
+def test_a_mask_mod_that_is_made_anew_is_not_called_again(monkeypatch):
+    calls = counted(monkeypatch)
+    for lengths in ((3, 5), (4, 4), (8,)):
+        document = documents(*lengths)
+        traced = read_mask_mod(of_documents(document))
+        assert traced.tables == traced.watched
+        assert traced.tables[0] is document
+    assert len(calls) == 1
+    read_mask_mod(of_documents(document, window=3))
+    read_mask_mod(of_documents(document), "meta")
+    assert len(calls) == 3
+
+
+def by_its_numbers(document):
+    limit = 4
+
+    def branches(b, h, q, kv):
+        return (q >= kv) if document[0] > 0 else (q <= kv)
+
+    def has_length(b, h, q, kv):
+        return kv < len(document.unique()) + (q - q)
+
+    def has_number(b, h, q, kv):
+        return q - kv < document[-1].item() + limit
+
+    def counts(b, h, q, kv):
+        return q - kv < int(document.sum())
+
+    return branches, has_length, has_number, counts
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_follows_from_numbers_is_asked_each_time(monkeypatch, number):
+    calls, shown = counted(monkeypatch), []
+    for values in ([0, 1, 2, 3], [1, 1, 5, 9]):
+        mask_mod = by_its_numbers(torch.tensor(values))[number]
+        program = read_mask_mod(mask_mod).program
+        shown.append(program.text)
+    assert len(calls) == 2
+    assert shown[0] != shown[1]
+
+
+def test_tensors_that_a_mask_mod_makes_itself(monkeypatch):
+    """They are its tables, and others each time."""
+    calls = counted(monkeypatch)
+
+    def of_limits(limits):
+        return lambda b, h, q, kv: torch.arange(8)[q] >= limits[kv]
+
+    for _ in range(2):
+        assert len(read_mask_mod(of_limits(torch.zeros(8, dtype=torch.int64))).tables) == 2
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(

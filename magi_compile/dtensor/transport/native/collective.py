@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,43 +42,48 @@ class NativeCollective:
     ) -> Iterator[_WindowCast]:
         if not routes:
             return
+        first, widths = tensors[0], rows.widths(tensors)
+        window = self._window("casts", group, first.device)
+        current = torch.cuda.current_stream(first.device)
+        slot = _publish(window, tensors, widths, current)
         orders = [route.derive(_CastOrder, group.rank(), group.size()) for route in routes]
         received = [route.num_received for route in routes]
-        window = self._window("casts", group, tensors[0].device)
-        current = torch.cuda.current_stream(tensors[0].device)
-        slot = _publish(window, tensors, current)
-        packed = tensors[0].new_empty(sum(received), sum(rows.widths(tensors)))
+        packed = first.new_empty(sum(received), sum(widths))
         met = window.meet(slot, current)
-        like = [x[:0] for x in tensors]
-        for order, part in zip(orders, packed.split(received), strict=True):
+        parts = torch.split_with_sizes(packed, received)
+        for order, part in zip(orders, parts, strict=True):
             self._pull(order.pulls, slot, [(0, part)], window.stream, met)
             done = window.end()
-            buffers = rows.split(part, like)
-            rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
+            buffers = rows.split(part, tensors, widths)
+            if order.num_own:
+                rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
             yield _WindowCast(buffers, window, done)
 
     def outbox(
         self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> list[Tensor]:
+        room = route.derive(_ReduceOrder, group.rank(), group.size()).room(like)
         window = self._window("reduces", group, like[0].device)
         current = torch.cuda.current_stream(like[0].device)
-        offsets, num_bytes = _places(like, route)
-        return _parts(window.next_slot(num_bytes, current), offsets, like, route)
+        return room.in_slot(window.next_slot(room.num_bytes, current))
 
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _WindowReduce:
         order = route.derive(_ReduceOrder, group.rank(), group.size())
+        room = order.room(tensors)
         window = self._window("reduces", group, tensors[0].device)
         current = torch.cuda.current_stream(tensors[0].device)
-        offsets, num_bytes = _places(tensors, route)
-        slot = window.next_slot(num_bytes, current)
-        for x, part in zip(tensors, _parts(slot, offsets, tensors, route), strict=True):
-            if x.data_ptr() != part.data_ptr():
+        slot = window.next_slot(room.num_bytes, current)
+        for x, part in zip(tensors, room.in_slot(slot), strict=True):
+            if x is not part:
                 part.copy_(x)
-        arrived = _room(tensors, order.pulls.num_rows)
+        num_rows = order.pulls.num_rows
+        arrived = [
+            x.new_empty(num_rows, width) for x, width in zip(tensors, room.widths, strict=True)
+        ]
         met = window.meet(slot, current)
-        targets = list(zip(offsets, arrived, strict=True))
+        targets = [*zip(room.offsets, arrived, strict=True)]
         self._pull(order.pulls, slot, targets, window.stream, met)
         return _WindowReduce(tensors, arrived, order, window, window.end())
 
@@ -88,7 +93,9 @@ class NativeCollective:
             window.release()
 
     def _window(self, purpose: str, group: dist.ProcessGroup, device: torch.device) -> Window:
-        windows = self._windows.setdefault(group, {})
+        windows = self._windows.get(group)
+        if windows is None:
+            windows = self._windows[group] = {}
         if purpose not in windows:
             windows[purpose] = Window(group, device)
         return windows[purpose]
@@ -101,7 +108,9 @@ class NativeCollective:
         stream: torch.cuda.Stream,
         met: torch.cuda.Event,
     ) -> None:
-        row_bytes = sum(x.shape[1] * x.element_size() for _, x in targets)
+        row_bytes = 0
+        for _, x in targets:
+            row_bytes += x.shape[1] * x.element_size()
         engine = self._engine or pulls.engine(row_bytes // len(targets))
         pulls.enqueue(slot, targets, engine, stream)
         if engine == SMS:
@@ -138,38 +147,47 @@ class _WindowReduce:
         self._order.sums(len(outs[0])).write(outs, prior, self._tensors, self._arrived)
 
 
-def _publish(window: Window, tensors: Sequence[Tensor], current: torch.cuda.Stream) -> Slot:
+def _publish(
+    window: Window, tensors: Sequence[Tensor], widths: list[int], current: torch.cuda.Stream
+) -> Slot:
     """The next slot, with the rows of all tensors side by side."""
-    first, width = tensors[0], sum(rows.widths(tensors))
-    num_bytes = first.shape[0] * width * first.element_size()
-    slot = window.next_slot(num_bytes, current)
-    packed = slot.memory[:num_bytes].view(first.dtype).view(first.shape[0], width)
-    torch.cat([x.flatten(1) for x in tensors], 1, out=packed)
+    first, shape = tensors[0], (tensors[0].shape[0], sum(widths))
+    slot = window.next_slot(shape[0] * shape[1] * first.element_size(), current)
+    torch.cat([x.flatten(1) for x in tensors], 1, out=slot.view(0, shape, first.dtype))
     return slot
 
 
-def _places(tensors: Sequence[Tensor], route: Route) -> tuple[list[int], int]:
-    """The offsets of the tensors of a reduce in a slot, the same on all ranks, and their size in bytes."""
-    ends = [0]
-    for x, width in zip(tensors, rows.widths(tensors), strict=True):
-        num_bytes = route.peak_received * width * x.element_size()
-        ends.append(round_up(ends[-1] + num_bytes, PART_ALIGNMENT))
-    return ends[:-1], ends[-1]
+class _Room(NamedTuple):
+    """The room of a reduce in a slot.
 
+    Attributes:
+        offsets: where its tensors begin, in bytes, the same on all ranks.
+        num_bytes: of all of them.
+        shapes: theirs, `[num_received, ...]`.
+        dtypes: theirs.
+        widths: how many values a row of each has.
+    """
 
-def _parts(
-    slot: Slot, offsets: Sequence[int], like: Sequence[Tensor], route: Route
-) -> list[Tensor]:
-    """The tensors `[num_received, ...]` of a reduce in a slot."""
-    shapes = [(route.num_received, *x.shape[1:]) for x in like]
-    return [
-        slot.memory[begin : begin + math.prod(shape) * x.element_size()].view(x.dtype).view(shape)
-        for begin, shape, x in zip(offsets, shapes, like, strict=True)
-    ]
+    offsets: list[int]
+    num_bytes: int
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    widths: list[int]
 
+    @classmethod
+    def of(cls, like: Sequence[Tensor], num_received: int, peak_received: int) -> _Room:
+        """That of tensors whose rows are those of `like`, on a rank that receives so many, of which none receives more
+        than `peak_received`."""
+        ends, widths = [0], rows.widths(like)
+        for x, width in zip(like, widths, strict=True):
+            num_bytes = peak_received * width * x.element_size()
+            ends.append(round_up(ends[-1] + num_bytes, PART_ALIGNMENT))
+        shapes = [(num_received, *x.shape[1:]) for x in like]
+        return cls(ends[:-1], ends[-1], shapes, [x.dtype for x in like], widths)
 
-def _room(like: Sequence[Tensor], num_rows: int) -> list[Tensor]:
-    return [x.new_empty(num_rows, width) for x, width in zip(like, rows.widths(like), strict=True)]
+    def in_slot(self, slot: Slot) -> list[Tensor]:
+        """Its tensors."""
+        return [*map(slot.view, self.offsets, self.shapes, self.dtypes)]
 
 
 class _CastOrder:
@@ -179,7 +197,7 @@ class _CastOrder:
         ranges, own = _apart(route.recvs, route.host_recvs, rank)
         host_ranges, _ = _apart(route.host_recvs, route.host_recvs, rank)
         self.pulls = Pulls(ranges, host_ranges, rank, size)
-        num_own = route.recv_counts[rank]
+        self.num_own = num_own = route.recv_counts[rank]
         self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
         self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
 
@@ -197,6 +215,15 @@ class _ReduceOrder:
         self._home_rows = rows.rows_of(ranges[:, 1], ranges[:, 3], self.pulls.num_rows)
         self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
         self._sums: dict[int, rows.Sums] = {}
+        self._received = route.num_received, route.peak_received
+        self._rooms: dict[Hashable, _Room] = {}
+
+    def room(self, like: Sequence[Tensor]) -> _Room:
+        """The room of tensors whose rows are those of `like`."""
+        kind = tuple([(x.shape[1:], x.dtype) for x in like])
+        if kind not in self._rooms:
+            self._rooms[kind] = _Room.of(like, *self._received)
+        return self._rooms[kind]
 
     def sums(self, num_rows: int) -> rows.Sums:
         if num_rows not in self._sums:

@@ -13,7 +13,8 @@ MAX_BLOCK = 1 << 11  # values of a row in one step
 NUM_WARPS = 16
 
 
-@triton.jit
+# How many rows move changes with the mask: no reason to compile again.
+@triton.jit(do_not_specialize=["num_rows"])
 def pull_kernel(
     target, places, num_rows, addresses, offset, width, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cache, cached_property
 from types import ModuleType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ MIN_BYTES_OF_A_COPY = 1 << 18
 
 #: Where in a slot rows begin, a multiple of 16 bytes, and the contiguous tensor `[rows, width]` to read them into.
 Targets: TypeAlias = Sequence[tuple[int, Tensor]]
+
+
+class _Copies(NamedTuple):
+    """Copies out of a slot: bytes from the begin of a target, addresses, and sizes."""
+
+    steps: list[int]
+    sources: list[int]
+    sizes: list[int]
+
+
+_MOST_COPIES = 16  # of slots and widths that are kept
 
 
 class Pulls:
@@ -42,34 +53,51 @@ class Pulls:
         self.num_rows = int(host_ranges[:, 3].sum())
         # Every rank begins with the one after it, so that no rank is read by all at once.
         turn = (host_ranges[:, 0] - rank - 1) % size
-        self._copies = host_ranges[torch.argsort(turn, stable=True)].tolist()
+        self._ranges_in_turn = host_ranges[torch.argsort(turn, stable=True)].tolist()
+        self._copies: dict[tuple[int, ...], _Copies] = {}
 
     def engine(self, row_bytes: int) -> str:
         """The faster one for rows of this size, on average."""
-        is_long = self.num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._copies)
+        is_long = self.num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._ranges_in_turn)
         return COPY_ENGINE if is_long else SMS
 
     def enqueue(self, slot: Slot, targets: Targets, engine: str, stream: torch.cuda.Stream) -> None:
         """Reads into `targets`."""
-        targets = [target for target in targets if target[1].shape[1]]
-        if not self.num_rows or not targets:
+        if not self.num_rows:
             return
         if engine == COPY_ENGINE:
-            copies = [copy for target in targets for copy in self._copies_to(slot, *target)]
-            where, sources, sizes = (list(column) for column in zip(*copies, strict=True))
-            stream_ops.copy(where, sources, sizes, stream)
+            where: list[int] = []
+            sources: list[int] = []
+            sizes: list[int] = []
+            for offset, target in targets:
+                copies = self._copies_of(slot, offset, target.shape[1] * target.element_size())
+                base = target.data_ptr()
+                where += [base + step for step in copies.steps]
+                sources += copies.sources
+                sizes += copies.sizes
+            if sizes:
+                stream_ops.copy(where, sources, sizes, stream)
             return
         with torch.cuda.stream(stream):
             for offset, target in targets:
-                _kernel().pull(target, self.places, slot.device_addresses, offset)
+                if target.shape[1]:
+                    _kernel().pull(target, self.places, slot.device_addresses, offset)
 
-    def _copies_to(self, slot: Slot, offset: int, target: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Target, source and number of bytes of each copy."""
-        row_bytes = target.shape[1] * target.element_size()
-        base = target.data_ptr()
-        for peer, target_row, source_row, count in self._copies:
-            source = slot.addresses[peer] + offset + source_row * row_bytes
-            yield base + target_row * row_bytes, source, count * row_bytes
+    def _copies_of(self, slot: Slot, offset: int, row_bytes: int) -> _Copies:
+        """The copies of rows that begin at `offset` in a slot."""
+        key = (*slot.addresses, offset, row_bytes)
+        copies = self._copies.get(key)
+        if copies is None:
+            of_ranges = self._ranges_in_turn if row_bytes else []
+            copies = _Copies(
+                [row_bytes * target_row for _, target_row, _, _ in of_ranges],
+                [slot.addresses[peer] + offset + row_bytes * row for peer, _, row, _ in of_ranges],
+                [row_bytes * count for *_, count in of_ranges],
+            )
+            if len(self._copies) >= _MOST_COPIES:
+                self._copies.clear()
+            self._copies[key] = copies
+        return copies
 
     @cached_property
     def places(self) -> Tensor:
@@ -89,6 +117,7 @@ class Pulls:
         return places[:, order].to(torch.int32).contiguous()
 
 
+@cache
 def _kernel() -> ModuleType:
     """Imported at first use, because Triton need not be installed."""
     return importlib.import_module("magi_compile.dtensor.transport.native.pull_triton")

@@ -15,7 +15,9 @@ meet before they fill a slot too, when all have read whatever they wanted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,16 +31,30 @@ NUM_SLOTS = 2
 FLAG_BYTES = 4
 NUM_STREAMS = 32  # of one priority, in PyTorch
 ALIGNMENT = 4096  # of slots, in bytes
+MOST_VIEWS = 32  # of a slot that are kept
 GRANULARITY = 1 << 21  # of symmetric memory, in bytes
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Slot:
     """One slot, on all ranks."""
 
     memory: Tensor  # this rank's, uint8
-    addresses: list[int]  # where it lies on each rank, as this process sees it
+    addresses: tuple[int, ...]  # where it lies on each rank, as this process sees it
     device_addresses: Tensor  # the same on the device, int64
     meeting: list[Op]
+    _views: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
+
+    def view(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """This rank's contiguous tensor at a place in it, in bytes; recent ones are kept."""
+        key = (begin, shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            end = begin + math.prod(shape) * dtype.itemsize
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            view = self._views[key] = self.memory[begin:end].view(dtype).view(shape)
+        return view
 
 
 class Window:
@@ -158,7 +174,7 @@ class Window:
         for index in range(NUM_SLOTS):
             offset = begin + index * self._capacity
             mine = memory[offset : offset + self._capacity]
-            where = [address + offset for address in addresses]
+            where = tuple(address + offset for address in addresses)
             on_device = torch.tensor(where, device=self._device)
             meeting = _meeting(addresses, self._rank, index)
             self._slots.append(Slot(mine, where, on_device, meeting))

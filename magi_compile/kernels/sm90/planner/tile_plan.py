@@ -90,11 +90,8 @@ def _call(
     """The call that makes the plan."""
     rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes, has_bits=has_bits)
     q_room, k_room = rooms
-    q_counts, k_counts = (
-        (room.padded.num_tiles, room.num_runs, room.num_edge_rows) for room in rooms
-    )
-    num_splits = size_of_splits(problem, seqlen_k, *q_counts[:2], device) if problem else 0
-    layout = PlanLayout(*q_counts, num_splits, *k_counts)
+    layout = _layout(rooms, seqlen_k, problem, device)
+    num_splits = layout.splits
     (flag,) = flag_addresses(device, [(q_room.padded.message, "")])
     offsets, num_scratch, walks = layout.offsets, 0, []
     for room, first in ((q_room, 0), (k_room, 4)):
@@ -116,7 +113,7 @@ def _call(
     if num_splits:
         assert problem is not None
         tiles, runs, _, cut = (Pointer(_PACKED, 4 * x) for x in offsets[:4])
-        counts = (*q_counts[:2], num_splits)
+        counts = (layout.q_tiles, layout.q_runs, num_splits)
         launches.append(cut_launch((tiles, runs, cut), counts, sizes, problem, device.index))
     shape = shape_of(sizes, layout)
     made = (
@@ -125,6 +122,35 @@ def _call(
         Buffer.of((num_scratch,), torch.int32),
     )
     return Call(made, tuple(launches))
+
+
+@lru_cache(maxsize=1024)
+def plan_of_sizes(
+    num_slices: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    sizes: PlanTiles,
+    problem: AttnProblem,
+    device: torch.device,
+) -> Plan:
+    """What `plan_on_device` gives for so many slices, in tensors that have shapes alone.
+
+    Args:
+        num_slices: how many.
+        seqlen_q: rows of queries.
+        seqlen_k: keys.
+        sizes: of tiles.
+        problem: for which it is.
+        device: a GPU.
+
+    Returns:
+        The plan, on the device "meta".
+    """
+    rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes, has_bits=problem.has_bits)
+    layout = _layout(rooms, seqlen_k, problem, device)
+    shape = shape_of(sizes, layout)
+    memory = torch.empty(layout.offsets[-1], dtype=torch.int32, device="meta")
+    return unpack([memory, memory.new_empty_strided(shape, strides_of(shape))])
 
 
 class _Room(NamedTuple):
@@ -204,3 +230,13 @@ def _rooms(
             k_bits,
         ),
     )
+
+
+def _layout(
+    rooms: tuple[_Room, _Room], seqlen_k: int, problem: AttnProblem | None, device: torch.device
+) -> PlanLayout:
+    q_counts, k_counts = (
+        (room.padded.num_tiles, room.num_runs, room.num_edge_rows) for room in rooms
+    )
+    num_splits = size_of_splits(problem, seqlen_k, *q_counts[:2], device) if problem else 0
+    return PlanLayout(*q_counts, num_splits, *k_counts)

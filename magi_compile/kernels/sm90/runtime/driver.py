@@ -83,10 +83,13 @@ def max_resident_blocks(function: driver.CUfunction, num_threads: int, device_in
     return check(of_sm) * num_sms(device_index)
 
 
+_HERE = nullcontext()
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` the current one, if it is not."""
     is_current = device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(device)
+    return _HERE if is_current else torch.cuda.device(device)
 
 
 def tma_compatible(x: Tensor) -> Tensor:

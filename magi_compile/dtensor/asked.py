@@ -1,0 +1,145 @@
+"""What an attention across ranks is asked for, whatever its plan: which kernel runs it follows from that and from the
+kind of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile import _compat
+from magi_compile.dtensor.arguments import BackwardOptions, Options
+from magi_compile.dtensor.entries import PLAIN, Packing
+from magi_compile.dtensor.planning.cover import Entries
+from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.select import ScoreNeeds, problem_on, select
+from magi_compile.score.program import ScoreProgram
+
+
+class Choice(NamedTuple):
+    """The kernel of a call, what it is asked for, and how heads are packed into entries."""
+
+    kernel: Kernel
+    problem: AttnProblem
+    packing: Packing
+
+
+class Asked(NamedTuple):
+    """What a call is asked for.
+
+    Attributes:
+        device: of the tensors.
+        dtype: of q, k and v.
+        heads: of q, of k, head_dim and head_dim_v, with those of all entries of the batch.
+        softmax_scale: as kernels take it.
+        softcap: 0.0 for none.
+        kernel: its name; "" where it is to be chosen.
+        batch_entries: how many are among the heads.
+        has_max_scores: whether the largest score of each row is asked for.
+        score: the text of the score program; "" for none.
+        tables: dtypes and numbers of dimensions of the tensors that it captures.
+        wants_table_gradients: whether these need gradients.
+        share: see `Packing.of`.
+        deterministic: whether equal inputs have to give equal bits.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[int, int, int, int]
+    softmax_scale: float
+    softcap: float
+    kernel: str
+    batch_entries: int
+    has_max_scores: bool
+    score: str
+    tables: tuple[tuple[torch.dtype, int], ...]
+    wants_table_gradients: bool
+    share: tuple[int, ...]
+    deterministic: bool
+
+    @classmethod
+    def of(
+        cls,
+        options: Options | BackwardOptions,
+        softmax_scale: float,
+        qkv: Sequence[Tensor],
+        wanted: Sequence[int],
+    ) -> Asked:
+        """What a call of tensors, real ones or fakes, is asked for; of fakes the sizes at hand.
+
+        Args:
+            options: those of the op.
+            softmax_scale: as kernels take it.
+            qkv: `[rows, heads, head_dim]`, three tensors.
+            wanted: the numbers of the captured tensors whose gradients are asked for.
+
+        Returns:
+            What is asked for.
+        """
+        q, k, v = qkv
+        at_hand = _compat.size_at_hand
+        sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+        nheads_q, nheads_kv, head_dim, head_dim_v = map(at_hand, sizes)
+        return cls(
+            *(q.device, q.dtype, (nheads_q, nheads_kv, head_dim, head_dim_v)),
+            *(softmax_scale, options.softcap, options.kernel, at_hand(options.batch_entries)),
+            *(options.return_max_scores, options.score),
+            tuple((x.dtype, x.dim()) for x in options.tables or ()),
+            bool(wanted),
+            tuple(options.share or ()),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    def choice(self, entries: Entries, *, has_bits: bool) -> Choice:
+        """The kernel that runs it by a plan, and how.
+
+        Args:
+            entries: those of the plan's masks.
+            has_bits: whether the plan has blocks of bits.
+
+        Returns:
+            The kernel, what it is asked for, and the packing.
+
+        Raises:
+            ValueError: if the entries do not fit those of the call.
+            NotImplementedError: if no kernel runs it.
+        """
+        nheads_q, nheads_kv, head_dim, head_dim_v = self.heads
+        heads = nheads_q // self.batch_entries, nheads_kv // self.batch_entries
+        packing, has_score = PLAIN, bool(self.score)
+        if has_score or has_bits or entries.number > 1:
+            of_call = (entries, self.batch_entries, heads, self.share)
+            packing = Packing.of(*of_call, has_score=has_score)
+        in_kernel = nheads_q // packing.queries, nheads_kv // packing.keys, head_dim, head_dim_v
+        problem = problem_on(self.device, self.dtype, in_kernel, self.softmax_scale, self.softcap)
+        problem = replace(
+            problem,
+            has_bits=has_bits,
+            has_score=has_score,
+            has_max_scores=self.has_max_scores,
+        )
+        kernel = _select_kernel(problem, self.kernel or None, self._needs(), self.deterministic)
+        return Choice(kernel, problem, packing)
+
+    def _needs(self) -> ScoreNeeds | None:
+        if not self.score:
+            return None
+        dtypes, ranks = (
+            (tuple(column) for column in zip(*self.tables, strict=True))
+            if self.tables
+            else ((), ())
+        )
+        return ScoreNeeds(ScoreProgram.parse(self.score), dtypes, ranks, self.wants_table_gradients)
+
+
+@lru_cache(maxsize=1024)
+def _select_kernel(
+    problem: AttnProblem, name: str | None, needs: ScoreNeeds | None, is_deterministic: bool
+) -> Kernel:
+    """The kernel: refusals depend on these alone. A slower one will do, because a rank has no FlexAttention to stay
+    on."""
+    return select(problem, name, needs, may_be_slower=True).kernel

@@ -1,0 +1,155 @@
+"""Functions of one structure: the same code over tensors of the same kinds."""
+
+import functools
+import math
+import operator
+
+import pytest
+import torch
+
+from magi_compile.functions.structure import structure_of
+
+LIMIT = 3
+
+
+def of_table(table, window=None, scale=1.0):
+    def function(q, kv):
+        return (table[q] == table[kv]) & (q - kv < (window or LIMIT)) & (scale * q < 9)
+
+    return function
+
+
+def of_two(one, other):
+    return lambda q, kv: one[q] == other[kv]
+
+
+def joined(*functions):
+    def function(q, kv):
+        return functools.reduce(torch.logical_and, [f(q, kv) for f in functions])
+
+    return function
+
+
+def both(*functions):
+    def function(q, kv):
+        result = True
+        for f in functions:
+            result = operator.and_(result, f(q, kv))
+        return result
+
+    return function
+
+
+def table(*values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype)
+
+
+def test_other_numbers_are_of_one_structure():
+    x, y = table(1, 2), table(3, 4)
+    first, second = structure_of(of_table(x, 5)), structure_of(of_table(y, 5))
+    assert first.key == second.key
+    assert hash(first.key) == hash(second.key)
+    assert first.tensors[0] is x
+    assert second.tensors[0] is y
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        of_table(table(1, 2, 3)),
+        of_table(table(1, 2, dtype=torch.int32)),
+        of_table(torch.zeros(2, 2, dtype=torch.int64)[:, 0]),
+        of_table(table(1, 2), 5),
+        of_table(table(1, 2), True),
+        of_table(table(1, 2), scale=-0.0),
+        of_table(table(1, 2), scale=1),
+        of_table(torch.nn.Parameter(table(1, 2), requires_grad=False)),
+        of_table([table(1, 2)]),
+        of_table((table(1, 2),)),
+        lambda q, kv: q >= kv,
+    ],
+    ids=str,
+)
+def test_others_are_not(other):
+    assert structure_of(other).key != structure_of(of_table(table(1, 2))).key
+
+
+def test_one_and_true_are_not_alike():
+    assert structure_of(of_table(LIMIT, 1)).key != structure_of(of_table(LIMIT, True)).key
+
+
+def test_a_tensor_that_is_reached_twice():
+    x, y = table(1, 2), table(1, 2)
+    same, different = structure_of(of_two(x, x)), structure_of(of_two(x, y))
+    assert same.key != different.key
+    assert [len(s.tensors) for s in (same, different)] == [1, 2]
+    assert same.key == structure_of(of_two(y, y)).key
+
+
+def test_globals_defaults_and_other_functions(monkeypatch):
+    def key():
+        return structure_of(both(of_table(table(1, 2)), lambda q, kv, most=4: kv < most)).key
+
+    before = key()
+    assert key() == before
+    monkeypatch.setitem(globals(), "LIMIT", 4)
+    assert key() != before
+    monkeypatch.undo()
+    assert key() == before
+    monkeypatch.setitem(globals(), "operator", math)
+    assert key() != before
+
+
+def test_a_function_that_calls_itself():
+    def function(q, kv, depth=2):
+        return q >= kv if depth == 0 else function(q, kv, depth - 1)
+
+    def other(q, kv, depth=2):
+        return q >= kv if depth == 0 else other(q, kv, depth - 1)
+
+    assert structure_of(function) is not None
+    assert structure_of(function).key != structure_of(other).key
+
+
+class Mask:
+    limit = 3
+
+    def __call__(self, q, kv):
+        return q - kv < self.limit
+
+
+def with_attribute():
+    def function(q, kv):
+        return q >= kv
+
+    function.limit = 3
+    return function
+
+
+def not_there_yet():
+    def function(q, kv):
+        return q >= later
+
+    return function
+    later = 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Mask(),
+        Mask().__call__,
+        functools.partial(of_two, 1),
+        of_table(Mask()),
+        of_table({"a": 3}),
+        of_table(table(1, 2).to_sparse()),
+        joined(of_two(1, 2)),
+        with_attribute(),
+        not_there_yet(),
+        lambda q, kv: getattr(Mask, "limit") > q,  # noqa: B009
+        of_table([0] * 1000),
+    ],
+    ids=range(11),
+)
+def test_what_may_be_more_than_it_shows(function):
+    assert structure_of(function) is None
