@@ -1,15 +1,18 @@
 """A step of a small Llama whose tokens are spread over ranks: ours, and PyTorch's context parallelism.
 
 A step spreads a batch of new packed documents, runs forward, loss and backward, and adds the gradients up over ranks.
-Ours plans the batch's mask in it; PyTorch's BlockMask is made before. Weights are the same on all ranks, and nothing is
-sharded but tokens.
+Both make the batch's mask in it, ours the plan and PyTorch's the BlockMask, or have it made ahead: ours on a thread
+while the step before runs, which counts, and PyTorch's before the turn, which does not. Weights are the same on all
+ranks, and nothing is sharded but tokens.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +32,7 @@ from magi_bench.workloads.llama import Llama
 from magi_bench.workloads.packs import IGNORED, Pack, document_of, pack
 from magi_bench.world import World
 from magi_compile import _compat
-from magi_compile.dtensor import context_parallel, plan
+from magi_compile.dtensor import SequencePlan, context_parallel, plan, plan_ahead
 from magi_compile.masks.block_mask import one_block_mask
 
 #: The mask of rows of a whole model.
@@ -62,12 +65,12 @@ class Training(Contender):
         """The model with what its attention needs to run over ranks."""
         return model
 
-    def mask(self, batch: Pack) -> BlockMask | None:
+    def mask(self, batch: Pack) -> Any:
         """This rank's mask, where it is made in front of the step."""
         return None
 
     @abstractmethod
-    def spread(self, batch: Pack, mask: BlockMask | None) -> AbstractContextManager[Spread]:
+    def spread(self, batch: Pack, mask: Any) -> AbstractContextManager[Spread]:
         """A context around forward and backward."""
 
     def prepare(self, problem: None, case: Case) -> Ready:
@@ -75,12 +78,12 @@ class Training(Contender):
         model = self.changed(self.build())
         loss_of = torch.compile(with_own_code(Llama.forward), dynamic=False)
 
-        def make(turn: int) -> tuple[Pack, BlockMask | None]:
+        def make(turn: int) -> tuple[Pack, Any]:
             batch = self.batch(turn)
             return batch, self.mask(batch)
 
         @contextmanager
-        def around(made: tuple[Pack, BlockMask | None]) -> Iterator[Sequence[Any]]:
+        def around(made: tuple[Pack, Any]) -> Iterator[Sequence[Any]]:
             batch, count = made[0], (made[0].targets != IGNORED).sum()
             with self.spread(*made) as part:
                 yield part.tokens, part.targets, batch.document, part.mask, part.positions, count
@@ -105,14 +108,51 @@ class MagiTraining(Training):
     is_ours = True
 
     @contextmanager
-    def spread(self, batch: Pack, mask: BlockMask | None) -> Iterator[Spread]:
-        # Of documents on the CPU, as a data loader has them: planning waits for no GPU.
-        mask_mod = causal_in(document_of(batch.lengths))
-        made = plan(mask_mod, self.world.mesh, seqlen=self.total)
+    def spread(self, batch: Pack, mask: Any) -> Iterator[Spread]:
+        made = self.plan(batch, mask)
         tokens = made.shard(batch.tokens, 1)
         targets = made.shard(batch.targets, 1, padding=IGNORED)
         with context_parallel(self.world.mesh, mask=made):
             yield Spread(tokens, targets, made.block_mask, made.positions)
+
+    def plan(self, batch: Pack, mask: Any) -> SequencePlan:
+        """The plan of a batch, made now."""
+        # Of documents on the CPU, as a data loader has them: planning waits for no GPU.
+        return plan(causal_in(document_of(batch.lengths)), self.world.mesh, seqlen=self.total)
+
+
+class Coming:
+    """A batch that the loader has ready, and its plan once somebody has asked for it."""
+
+    def __init__(self, submit: Callable[[], Future[SequencePlan]]):
+        self.submit = cache(submit)
+        self.following: Coming | None = None
+        self.has_begun = False
+
+
+class MagiAheadTraining(MagiTraining):
+    """The plan of the next batch is made on a thread while this one runs."""
+
+    name = "magi-ahead"
+    label = "the same, planned ahead on a thread"
+    _last: Coming | None = None
+
+    def mask(self, batch: Pack) -> Coming:
+        mask_mod = causal_in(document_of(batch.lengths))
+        coming = Coming(lambda: plan_ahead(mask_mod, self.world.mesh, seqlen=self.total))
+        if self._last is None or self._last.has_begun:
+            coming.submit()  # by a step that is over
+        else:
+            self._last.following = coming
+        self._last = coming
+        return coming
+
+    def plan(self, batch: Pack, mask: Coming) -> SequencePlan:
+        mask.has_begun = True
+        made = mask.submit().result()
+        if mask.following is not None:
+            mask.following.submit()
+        return made
 
 
 class TorchTraining(Training):
@@ -127,8 +167,8 @@ class TorchTraining(Training):
     def supports(self, problem: None, case: Case) -> list[str]:
         return [NO_BACKWARD] if self.world.kind == "cpu" and case.which == "fwdbwd" else []
 
-    def mask(self, batch: Pack) -> BlockMask:
-        """By eager code, which makes it more slowly than the compiled code that PyTorch would run."""
+    def block_mask(self, batch: Pack) -> BlockMask:
+        """This rank's, by PyTorch's function, as its users call it."""
         world = self.world
         # PyTorch's function reads the mask_mod and the lengths alone, so the blocks of the whole mask are not computed.
         whole = one_block_mask(causal_in(batch.document), 1, self.total, self.total, world.device)
@@ -142,15 +182,27 @@ class TorchTraining(Training):
 
     @contextmanager
     def spread(self, batch: Pack, mask: BlockMask | None) -> Iterator[Spread]:
-        world = self.world
+        world, mask = self.world, mask or self.block_mask(batch)
         order = _compat.indices_of_load_balancer(self._balancer)[0].to(world.device)
         mine = order.chunk(world.size)[world.rank]
-        assert mask is not None
         yield Spread(batch.tokens[:, mine], batch.targets[:, mine], mask, mine)
 
 
+class TorchAheadTraining(TorchTraining):
+    """Its BlockMask costs the step nothing."""
+
+    name = "torch-head-tail-ahead"
+    label = "the same, its BlockMask made before"
+
+    def mask(self, batch: Pack) -> BlockMask:
+        return self.block_mask(batch)
+
+
 #: In the order of reports.
-TRAININGS: tuple[type[Training], ...] = (MagiTraining, TorchTraining)
+TRAININGS: tuple[type[Training], ...] = (
+    *(MagiTraining, MagiAheadTraining),
+    *(TorchTraining, TorchAheadTraining),
+)
 
 
 def causal_in(document: Tensor) -> Any:

@@ -96,9 +96,8 @@ class Ranks(runner.Suite):
         "from shapes. Peak memory is what "
         "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric "
         "memory are not in it. Documents of HybridCP are on their ranks before a call. A call of the "
-        "model spreads a batch of new documents, and ours plans their mask in it, while PyTorch's "
-        "BlockMask is made before; with a "
-        "backward it adds the gradients up over ranks."
+        "model spreads a batch of new documents; with a backward it adds the gradients up over "
+        "ranks. The plan or the BlockMask is made in the call, but for those that say where else."
     )
     has_peak = True
     world: World
@@ -178,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         action="store_true",
         help="in place of attention alone, steps of a Llama of --layers on packed causal documents, ours and "
-        "torch-head-tail; each compiles its model once a pass, about half a minute",
+        "torch-head-tail, both with the mask made in the step or ahead; each compiles its model once a pass, about half a minute",
     )
     count = arguments.count
     parser.add_argument("--layers", dest="train_layers", type=count, default=4, help="of the model")

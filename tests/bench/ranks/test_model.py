@@ -9,7 +9,7 @@ import torch
 from magi_bench.cli import main
 from magi_bench.gate import STEP_RESULTS
 from magi_bench.ranks import model, suite
-from magi_bench.ranks.model import MagiTraining, TorchTraining
+from magi_bench.ranks.model import MagiAheadTraining, MagiTraining, TorchTraining
 from magi_bench.results import rows as files
 from magi_bench.step.contenders import NO_BACKWARD
 from magi_bench.world import World
@@ -22,7 +22,7 @@ MODEL = replace(
     model=True,
     train_layers=2,
     vocab=64,
-    contenders=("magi", "torch-head-tail"),
+    contenders=("magi", "magi-ahead", "torch-head-tail"),
 )
 
 
@@ -45,19 +45,22 @@ def run_model(group, trainings):
 
 
 def test_steps_are_held_to_those_of_one_rank(two_ranks):
-    for rows in two_ranks.run(run_model, (MagiTraining, TorchTraining)):
+    trainings = (MagiTraining, MagiAheadTraining, TorchTraining)
+    for rows in two_ranks.run(run_model, trainings):
         status = {(row["contender"], row["pass"]): row["status"] for row in rows}
         assert status == {
             ("magi", "fwd"): "ok",
+            ("magi-ahead", "fwd"): "ok",
             ("torch-head-tail", "fwd"): "ok",
             ("magi", "fwdbwd"): "ok",
+            ("magi-ahead", "fwdbwd"): "ok",
             ("torch-head-tail", "fwdbwd"): "unsupported",
         }
         assert rows[-1]["reason"] == NO_BACKWARD
-        for row in rows[:3]:
+        for row in rows[:5]:
             assert row["mask"] == "model"
             assert row["tokens_per_s"] == pytest.approx(256 / row["ms"] * 1e3)
-        assert set(rows[2]["gate"]["errors"]) == set(STEP_RESULTS)
+        assert set(rows[3]["gate"]["errors"]) == set(STEP_RESULTS)
 
 
 def test_another_mask_is_caught(two_ranks):
