@@ -177,11 +177,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         action="store_true",
         help="in place of attention alone, steps of a Llama of --layers on packed causal documents, ours and "
-        "torch-head-tail, both with the mask made in the step or ahead; each compiles its model once a pass, about half a minute",
+        "torch-head-tail, both with the mask made in the step or ahead; each compiles its model once a pass, about "
+        "half a minute",
     )
     count = arguments.count
     parser.add_argument("--layers", dest="train_layers", type=count, default=4, help="of the model")
-    names = [x.name for x in CONTENDERS]
+    names = list(dict.fromkeys(x.name for x in (*CONTENDERS, *TRAININGS)))
     parser.add_argument("--contenders", nargs="+", choices=names, metavar="NAME")
     parser.add_argument("--preset", choices=PRESETS, help="options that are not given as of others")
     parser.add_argument(
@@ -231,6 +232,9 @@ def run(args: argparse.Namespace) -> int:
     trained = [x.name for x in TRAININGS]
     if settings.model and settings.contenders and not set(trained) & set(settings.contenders):
         raise ValueError(f"`--contenders` of --model must be among {', '.join(trained)}")
+    alone = {x.name for x in CONTENDERS}
+    if not settings.model and settings.contenders and not alone & set(settings.contenders):
+        raise ValueError(f"`--contenders` without --model must be among {', '.join(sorted(alone))}")
     wrong = [x for x in settings.tokens if x % BLOCK]
     if wrong:
         raise ValueError(f"`--tokens` must be multiples of {BLOCK}, got {wrong[0]}")

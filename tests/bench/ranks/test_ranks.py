@@ -281,7 +281,11 @@ def test_the_command_starts_its_own_ranks(tmp_path):
         (["--tokens", "8000"], "`--tokens` must be multiples of 128, got 8000"),
         (["--heads", "3:2"], "heads must be Q:KV with Q a multiple of KV"),
         (["--masks", "x"], "invalid choice"),
-        (["--model", "--contenders", "one-rank"], "must be among magi, torch-head-tail"),
+        (
+            ["--model", "--contenders", "one-rank"],
+            "must be among magi, magi-ahead, torch-head-tail",
+        ),
+        (["--contenders", "magi-ahead"], "without --model must be among hybrid-cp, "),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
