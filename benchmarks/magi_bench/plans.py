@@ -18,7 +18,7 @@ from magi_bench.contenders.base import Contender
 from magi_bench.gate import Check
 from magi_bench.results.rows import Row
 from magi_bench.workloads.workload import Workload, build
-from magi_compile.dtensor import plan
+from magi_compile.dtensor import HostPlan, plan
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks import (
@@ -129,7 +129,9 @@ class OfARank(Contender):
 
         def call() -> Sequence[Tensor]:
             rank_plan.forget()
-            self._slices = plan(mask, ranks=(RANKS, 0), seqlen=seqlen).slices
+            made = plan(mask, ranks=(RANKS, 0), seqlen=seqlen)
+            assert isinstance(made, HostPlan)
+            self._slices = made.slices
             return []
 
         return Ready(call)

@@ -85,13 +85,19 @@ class Asked(NamedTuple):
         sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         nheads_q, nheads_kv, head_dim, head_dim_v = map(at_hand, sizes)
         return cls(
-            *(q.device, q.dtype, (nheads_q, nheads_kv, head_dim, head_dim_v)),
-            *(softmax_scale, options.softcap, options.kernel, at_hand(options.batch_entries)),
-            *(options.return_max_scores, options.score),
-            tuple((x.dtype, x.dim()) for x in options.tables or ()),
-            bool(wanted),
-            tuple(options.share or ()),
-            torch.are_deterministic_algorithms_enabled(),
+            device=q.device,
+            dtype=q.dtype,
+            heads=(nheads_q, nheads_kv, head_dim, head_dim_v),
+            softmax_scale=softmax_scale,
+            softcap=options.softcap,
+            kernel=options.kernel,
+            batch_entries=at_hand(options.batch_entries),
+            has_max_scores=options.return_max_scores,
+            score=options.score,
+            tables=tuple((x.dtype, x.dim()) for x in options.tables or ()),
+            wants_table_gradients=bool(wanted),
+            share=tuple(options.share or ()),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
     def choice(self, entries: Entries, *, has_bits: bool) -> Choice:

@@ -58,7 +58,8 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
             home.send(route, dk, dv)  # while dq is completed, and during the next stage
             dq_shares.append(steps.finish())
         else:
-            of_stage = Saved(q, *execution.keys(*keys), out, lse)
+            k_stage, v_stage = execution.keys(*keys)
+            of_stage = Saved(q, k_stage, v_stage, out, lse)
             score = execution.score_over(stage)
             dq, dk, dv = kernel.backward(grads, of_stage, slices, kernel_plan, problem, score=score)
             if (entries := prepared.key_entries) > 1:

@@ -69,6 +69,11 @@ class DeviceStage:
         return self._plans[key]
 
 
+def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
+    """The routes of keys, in the order of the stages that need remote ones."""
+    return [stage.route for stage in stages if stage.route is not None]
+
+
 class MergedStage:
     """Local keys, in place, and remote ones, in a buffer, in one attention call; none of the two is empty.
 
@@ -227,11 +232,7 @@ class Prepared:
         has_steps = not problem.has_score and packing is PLAIN and not problem.has_bits
         self.early = kernel if has_steps and isinstance(kernel, EarlyKernel) else None
         self.phased = kernel if has_steps and isinstance(kernel, PhasedKernel) else None
-        # The routes of keys, in the order of the stages that need remote ones.
-        self.forward_routes, self.backward_routes = (
-            [stage.route for stage in stages if stage.route is not None]
-            for stages in (plan.forward, plan.backward)
-        )
+        self.forward_routes, self.backward_routes = map(routes_of, (plan.forward, plan.backward))
 
     @cached_property
     def forward(self) -> list[StageWalk]:
@@ -280,10 +281,10 @@ class Execution(NamedTuple):
     reduce_group: dist.ProcessGroup  # of gradients on their way home
     scoring: Scoring | None = None
 
-    def keys(self, *keys: Tensor) -> tuple[Tensor, ...]:
+    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of a stage packed by entries."""
         entries = self.prepared.key_entries
-        return keys if entries == 1 else tuple(packed(x, entries) for x in keys)
+        return (k, v) if entries == 1 else (packed(k, entries), packed(v, entries))
 
     def score_over(self, *stages: DeviceStage) -> ScoreCall | None:
         """The call of the score program over the keys of stages, one behind the other."""

@@ -38,8 +38,9 @@ def forward(
             cast = next(casts, None)  # the next one travels while this stage is computed
         if stage.is_empty:
             continue
+        k_stage, v_stage = execution.keys(*keys)
         result = kernel.forward(
-            *(q, *execution.keys(*keys), slices, kernel_plan, problem),
+            *(q, k_stage, v_stage, slices, kernel_plan, problem),
             prior=result,
             out_dtype=dtype,
             score=execution.score_over(stage),
@@ -76,9 +77,10 @@ def _forward_merged(
             steps.main()
         result = steps.finish()
     else:
-        keys = [torch.cat(pair) for pair in zip((k, v), cast.wait(), strict=True)]
+        both = [torch.cat(pair) for pair in zip((k, v), cast.wait(), strict=True)]
+        k_all, v_all = execution.keys(*both)
         result = prepared.kernel.forward(
-            *(q, *execution.keys(*keys), walk.slices, walk.kernel_plan, problem),
+            *(q, k_all, v_all, walk.slices, walk.kernel_plan, problem),
             score=execution.score_over(stage.local, stage.remote),
             max_scores=max_scores,
         )

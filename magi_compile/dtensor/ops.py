@@ -134,7 +134,9 @@ def _check_rows(plan: DevicePlan, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _begin_ahead(plan: DevicePlan, options: Options, scaled: Scaled, k: Tensor, v: Tensor) -> None:
+def _begin_ahead(
+    plan: DevicePlan, options: Options | BackwardOptions, scaled: Scaled, k: Tensor, v: Tensor
+) -> None:
     """Begins to compile the kernels of a forward, and where tensors need gradients those of its backward: those of
     graphs do not say so, and have begun it already."""
     tables, qkv = options.tables or (), (scaled.q, k, v)
@@ -143,8 +145,8 @@ def _begin_ahead(plan: DevicePlan, options: Options, scaled: Scaled, k: Tensor, 
     of_tables = [x.requires_grad for x in tables]
     if any((*of_tables, *(x.requires_grad for x in qkv))):
         wanted = wanted_tables(options.score, of_tables)
-        of_backward = options._replace(return_max_scores=False)
-        asked = Asked.of(of_backward, scaled.softmax_scale, qkv, wanted)
+        asked = Asked.of(options, scaled.softmax_scale, qkv, wanted)
+        asked = asked._replace(has_max_scores=False)
         ahead.begin_call(asked, is_backward=True, wanted=wanted)
 
 

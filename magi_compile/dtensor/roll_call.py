@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,10 +32,13 @@ class RollCall:
         store: makes a store that nobody else uses, whose calls may block.
         rank: this rank.
         size: number of ranks.
+
+    Attributes:
+        size: number of ranks.
     """
 
     def __init__(self, store: Callable[[], Any], rank: int, size: int):
-        self._store, self._rank, self._size = store, rank, size
+        self._store, self._rank, self.size = store, rank, size
         self._number: int | None = None  # of the pass in which this rank waits
         self._pause = 1.0
         self._beat = 0
@@ -51,7 +55,9 @@ class RollCall:
         self._number, self._pause = number, pause
         if self._thread is None:
             self._rounds.clear()
-            self._thread = threading.Thread(target=self._run, name="magi-roll-call", daemon=True)
+            self._thread = threading.Thread(
+                target=_speak, args=(weakref.ref(self),), name="magi-roll-call", daemon=True
+            )
             self._thread.start()
 
     def leave(self) -> None:
@@ -76,7 +82,7 @@ class RollCall:
             return None
         return [
             rank
-            for rank in range(self._size)
+            for rank in range(self.size)
             if rank != self._rank and not _waits(rank, number, before[-1], last)
         ]
 
@@ -93,21 +99,50 @@ class RollCall:
         ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         return f"{ranks} did not take part in time: ended, stopped, or busy with something else"
 
-    def _run(self) -> None:
-        store, keys = None, _Keys(self._size)
-        while (number := self._number) is not None:
-            try:
-                store = store or self._store()
+    def speak(self, store: Any, keys: _Keys) -> Any:
+        """Says that this rank waits, and hears what others say.
+
+        Args:
+            store: that of the last time; None for a new one.
+            keys: of all ranks.
+
+        Returns:
+            The store for the next time; None if it is of no more use.
+        """
+        number = self._number
+        try:
+            store = store or self._store()
+            if number is not None:
                 self._rounds.append(self._round(store, keys, number))
-            except (RuntimeError, ValueError, KeyError):  # the store, or its group, has gone
-                store = None
-            time.sleep(self._pause)
-        self._thread = None
+        except (RuntimeError, ValueError, KeyError):  # the store, or its group, has gone
+            return None
+        return store
+
+    @property
+    def pause(self) -> float | None:
+        """Seconds until it speaks again; None if it waits no longer, and the thread is to end."""
+        if self._number is None:
+            self._thread = None
+            return None
+        return self._pause
 
     def _round(self, store: Any, keys: _Keys, number: int) -> _Round:
         self._beat += 1
         store.set(_key(self._rank), f"{number} {self._beat}")
         return _Round(time.monotonic(), keys.read(store))
+
+
+def _speak(roll_call: weakref.ref[RollCall]) -> None:
+    """Speaks for a rank as long as that waits, and is there: a group that goes takes its roll call along."""
+    store, keys = None, None
+    while (here := roll_call()) is not None:
+        pause = here.pause
+        if pause is None:
+            return
+        keys = keys or _Keys(here.size)
+        store = here.speak(store, keys)
+        del here
+        time.sleep(pause)
 
 
 class _Keys:

@@ -4,8 +4,12 @@ Streams wait for flags of other ranks, and kernels of NCCL's for rows of other r
 a thread of each process looks after the passes of attention that were enqueued:
 
     a pass is done                an event behind it says so; nothing else happens
+    its host is still in it       as one that the driver holds up, for memory or for room in a queue
     it takes longer than others   this rank tells the others through the store that it waits: `roll_call.py`
     it takes the timeout          who does not wait in it is late, and an error names them; a look before, a warning
+
+A thread that the driver holds up may have a lock of the driver's. So the thread that looks never calls the driver: it
+has that done by others, and goes on without their answer.
 
 The error is logged, what waits on the device is released, and the thread that called attention gets the error, wherever
 it is: in `loss.item()`, in a synchronisation, in the next step. Later calls raise it as well. Where that thread does
@@ -29,6 +33,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,6 +51,8 @@ LOOKS_BEFORE_ROLL_CALL = 2
 SECONDS_TO_TAKE_AN_ERROR = 10.0
 SECONDS_OF_A_STOP = 5.0  # by which a look is late only where this process did not run
 SECONDS_OF_RELEASE = 0.02  # between two: streams that were released may wait again
+SECONDS_OF_AN_ANSWER = 0.2  # of the driver: one that comes later counts in the next look
+SECONDS_OF_A_HOST = 60.0  # in a pass, beyond the timeout: its first call may compile
 
 
 class Event(Protocol):
@@ -56,26 +63,63 @@ class Event(Protocol):
         ...
 
 
-class Enqueued(NamedTuple):
-    """A pass that the host has enqueued.
+@dataclass(eq=False)
+class Pass:
+    """A pass that the host enqueues, or has enqueued.
 
     Attributes:
         number: of the pass; all ranks count alike.
-        time: at which the host was done with it.
-        event: behind all of it.
         is_backward: whether it is a backward.
+        time: at which the host has begun with it, or was done.
+        event: behind all of it; None while the host is in it.
     """
 
     number: int
-    time: float
-    event: Event
     is_backward: bool
+    time: float
+    event: Event | None = None
 
     def is_done(self) -> bool:
         try:
-            return self.event.query()
+            return self.event is not None and self.event.query()
         except RuntimeError:  # the device has failed, which the next call of the host says
             return True
+
+
+class Aside:
+    """Calls on threads of their own, one at a time, for a thread that must not wait long.
+
+    Args:
+        prepare: what each of these threads does first.
+    """
+
+    def __init__(self, prepare: Callable[[], None] = lambda: None):
+        self._prepare = prepare
+        self._has_ended = threading.Event()
+        self._has_ended.set()
+
+    def run(self, call: Callable[[], None]) -> bool:
+        """Begins a call, unless one before goes on, and waits a moment for it.
+
+        Args:
+            call: raises nothing but RuntimeErrors, which nobody sees.
+
+        Returns:
+            Whether it has ended.
+        """
+        if not self._has_ended.is_set():
+            return False
+        self._has_ended.clear()
+        threading.Thread(target=self._run, args=(call,), name="magi-aside", daemon=True).start()
+        return self._has_ended.wait(SECONDS_OF_AN_ANSWER)
+
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            with suppress(RuntimeError):  # of a device that has failed
+                self._prepare()
+                call()
+        finally:
+            self._has_ended.set()
 
 
 class Passes:
@@ -90,6 +134,7 @@ class Passes:
         clock: gives seconds.
         raise_in: raises an error in a thread, as `raise_in_thread`.
         end: ends the process, as `end_process`.
+        aside: calls the driver.
 
     Attributes:
         error: that of ranks that were late, if some were.
@@ -106,13 +151,15 @@ class Passes:
         clock: Callable[[], float] = time.monotonic,
         raise_in: Callable[[int, str, threading.Event], None] | None = None,
         end: Callable[[str], None] | None = None,
+        aside: Aside | None = None,
     ):
         self.name, self.rank = name, rank
         self.error: str | None = None
         self._timeout, self._roll_call, self._release = timeout, roll_call, release
         self._clock = clock
         self._raise_in, self._end = raise_in or raise_in_thread, end or end_process
-        self._pending: deque[Enqueued] = deque()
+        self._aside = aside or Aside()
+        self._pending: deque[Pass] = deque()
         self._number = self._warned = 0
         self._thread = (
             threading.get_ident()
@@ -121,14 +168,14 @@ class Passes:
         self._failed = 0.0
         self._resumed = -math.inf
 
-    def begin(self, *, is_backward: bool) -> int:
-        """The number of a pass that the host is about to enqueue.
+    def begin(self, *, is_backward: bool) -> Pass:
+        """A pass that the host is about to enqueue; `enqueued` or `ended` has to follow.
 
         Args:
             is_backward: whether it is a backward.
 
         Returns:
-            The number.
+            The pass.
 
         Raises:
             RuntimeError: ranks were late for an earlier one.
@@ -142,11 +189,18 @@ class Passes:
         if not is_backward and not _compat.is_in_backward():
             self._thread = threading.get_ident()
         self._number += 1
-        return self._number
+        begun = Pass(self._number, is_backward, self._clock())
+        self._pending.append(begun)
+        return begun
 
-    def enqueued(self, number: int, event: Event, *, is_backward: bool) -> None:
-        """The host has enqueued a pass, behind which is `event`."""
-        self._pending.append(Enqueued(number, self._clock(), event, is_backward))
+    def enqueued(self, begun: Pass, event: Event) -> None:
+        """The host has enqueued a pass, behind which is `event`, or as much of it as it will."""
+        begun.time, begun.event = self._clock(), event
+
+    def ended(self, begun: Pass) -> None:
+        """The host has left a pass, and nothing says when what it has enqueued is done."""
+        with suppress(ValueError):
+            self._pending.remove(begun)
 
     def was_stopped(self) -> None:
         """This process did not run for a while, as under a scheduler that suspends jobs: other ranks may have been
@@ -159,38 +213,48 @@ class Passes:
         Returns:
             The number of seconds until the next look; None if nothing is under way.
         """
-        while self._pending and self._pending[0].is_done():
-            self._pending.popleft()
+        self._aside.run(self._drop_what_is_done)
         if self.error is not None:
             return self._look_after_the_error()
-        if not self._pending:
+        oldest = self._oldest()
+        if oldest is None:
             self._roll_call.leave()
             return None
-        oldest, timeout = self._pending[0], self._timeout()
-        pause, age = (
-            min(MOST_SECONDS, timeout / LOOKS),
-            self._clock() - max(oldest.time, self._resumed),
-        )
-        if age >= timeout:
-            self._fail(oldest, timeout)
+        # Where the host is still in a pass, it may be busy, and others wait for it.
+        is_left, timeout = oldest.event is not None, self._timeout()
+        limit = timeout if is_left else timeout + SECONDS_OF_A_HOST
+        pause = min(MOST_SECONDS, timeout / LOOKS)
+        age = self._clock() - max(oldest.time, self._resumed)
+        if age >= limit:
+            self._fail(oldest, limit, timeout)
             return self._look_after_the_error()
-        if age >= LOOKS_BEFORE_ROLL_CALL * pause:
+        if age >= (LOOKS_BEFORE_ROLL_CALL * pause if is_left else timeout / 2):
             self._roll_call.wait_in(oldest.number, pause)
-        if age >= timeout - pause and self._warned < oldest.number:
+        if age >= limit - pause and self._warned < oldest.number:
             # NCCL may end the process at the timeout, and names nobody.
             logger.warning("%s", self._in_words(oldest, age, timeout))
             self._warned = oldest.number
-        return min(pause, timeout - age)
+        return min(pause, limit - age)
 
-    def _in_words(self, late: Enqueued, age: float, timeout: float) -> str:
+    def _drop_what_is_done(self) -> None:
+        while (oldest := self._oldest()) is not None and oldest.is_done():
+            self.ended(oldest)
+
+    def _oldest(self) -> Pass | None:
+        try:
+            return self._pending[0]
+        except IndexError:
+            return None
+
+    def _in_words(self, late: Pass, age: float, timeout: float) -> str:
         what = "backward" if late.is_backward else "forward"
         return (
             f"rank {self.rank} of group {self.name!r}, whose timeout is {timeout:g} s, has waited {age:.0f} s for the "
             f"end of a {what} across ranks, pass {late.number}: {self._roll_call.of_absent(late.number)}"
         )
 
-    def _fail(self, late: Enqueued, timeout: float) -> None:
-        message = self._in_words(late, timeout, timeout)
+    def _fail(self, late: Pass, age: float, timeout: float) -> None:
+        message = self._in_words(late, age, timeout)
         self._failed = self._clock()
         # Nothing in between, for which `begin` could raise it as well. And before what waits is released: nothing may
         # go on with rows that are not there.
@@ -201,11 +265,14 @@ class Passes:
     def _look_after_the_error(self) -> float | None:
         assert self.error is not None
         if self._pending:
-            with suppress(RuntimeError):  # of a device that has failed
-                self._release()
+            self._aside.run(self._release)
         if self._is_taken.is_set():
             self._roll_call.leave()
-            return SECONDS_OF_RELEASE if self._pending else None
+            if not self._pending:
+                return None
+            # An error may come while the host leaves a pass, which then never ends.
+            is_enqueued = any(x.event is not None for x in list(self._pending))
+            return SECONDS_OF_RELEASE if is_enqueued else MOST_SECONDS
         if self._clock() - self._failed >= SECONDS_TO_TAKE_AN_ERROR:
             self._end(self.error)
         return SECONDS_OF_RELEASE
@@ -279,11 +346,12 @@ class Watch:
         prepare: what the thread does first.
 
     Attributes:
+        prepare: the same, for threads that call the driver.
         is_over: whether it looks no longer.
     """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None):
-        self._prepare = prepare
+        self.prepare = prepare
         self._passes: list[weakref.ref[Passes]] = []
         self._has_work = threading.Event()
         self.is_over = False
@@ -312,7 +380,7 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            self._prepare()
+            self.prepare()
             while True:
                 self._has_work.wait()
                 if self.is_over:
@@ -345,19 +413,32 @@ class Watch:
 class _Watched:
     """Inside, the host enqueues a pass."""
 
-    __slots__ = ("device", "is_backward", "number", "passes")
+    __slots__ = ("begun", "device", "is_backward", "passes")
 
     def __init__(self, passes: Passes, device: torch.device, *, is_backward: bool):
         self.passes, self.device, self.is_backward = passes, device, is_backward
 
     def __enter__(self) -> None:
-        self.number = self.passes.begin(is_backward=self.is_backward)
+        self.begun = self.passes.begin(is_backward=self.is_backward)
+        if _watch.is_over:
+            self.passes.ended(self.begun)
+        else:
+            _watch.wake()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and not _watch.is_over:
+        if _watch.is_over:
+            self.passes.ended(self.begun)
+            return
+        try:
             event = torch.cuda.current_stream(self.device).record_event()
-            self.passes.enqueued(self.number, event, is_backward=self.is_backward)
-            _watch.wake()
+        except BaseException:
+            self.passes.ended(self.begun)
+            if kind is None:
+                raise
+            return  # the first error says more
+        # Where the host was interrupted, streams may wait all the same, for what it has enqueued.
+        self.passes.enqueued(self.begun, event)
+        _watch.wake()
 
 
 def _prepare() -> None:
@@ -424,4 +505,5 @@ def _passes_of(group: dist.ProcessGroup, device: torch.device) -> Passes:
             release(x)
 
     roll_call = RollCall(lambda: _compat.own_store_of(here()), group.rank(), group.size())
-    return Passes(group.group_name, group.rank(), timeout, roll_call, release_all)
+    of_group = (group.group_name, group.rank(), timeout, roll_call, release_all)
+    return Passes(*of_group, aside=Aside(_watch.prepare))

@@ -1,5 +1,6 @@
 """Ranks that wait find out which do not, through a store."""
 
+import gc
 import time
 
 import pytest
@@ -97,6 +98,19 @@ def test_a_round_of_many_ranks_is_few_requests():
     assert set(asked[first + 2 :: 2]) == {"multi_get"}
     assert set(asked[first + 1 :: 2]) == {"check"}  # of the one that has not said anything
     assert call._rounds[-1].said.keys() == set(range(100))
+
+
+def test_a_roll_call_that_is_gone_has_no_thread():
+    """As that of a process group which was destroyed while it waited."""
+    store = dist.HashStore()
+    call = RollCall(lambda: store, 0, 2)
+    wait([call], [1])
+    thread = call._thread
+    assert thread.is_alive()
+    del call
+    gc.collect()
+    thread.join(20 * PAUSE)
+    assert not thread.is_alive()
 
 
 def hang(*_):

@@ -58,8 +58,7 @@ class Scene:
         return f"rank 1 is not in {number}"
 
     def enqueue(self, event, *, is_backward=False):
-        number = self.passes.begin(is_backward=is_backward)
-        self.passes.enqueued(number, event, is_backward=is_backward)
+        self.passes.enqueued(self.passes.begin(is_backward=is_backward), event)
         return event
 
     def look(self, later=0.0):
@@ -174,6 +173,126 @@ def test_a_device_that_has_failed_is_not_waited_for():
     assert scene.look(10 * TIMEOUT) is None
 
 
+class Driver:
+    """A driver whose lock a blocked thread may hold: then no call of it comes back."""
+
+    def __init__(self):
+        self.is_free = threading.Event()
+        self.calls = []
+
+    def query(self):
+        self.calls.append("query")
+        self.is_free.wait(20)
+        return self.is_free.is_set()
+
+    def release(self):
+        self.calls.append("release")
+        self.is_free.wait(20)
+
+
+def test_a_driver_that_does_not_answer(monkeypatch):
+    """The thread that looks goes on, and says who is late."""
+    monkeypatch.setattr(watch, "SECONDS_OF_AN_ANSWER", 0.05)
+    scene, driver = Scene(), Driver()
+    scene.enqueue(driver)
+    for _ in range(3):
+        assert scene.look(1.5) == 1.0
+    assert driver.calls == ["query"]  # one call at a time
+    assert scene.story == [("wait", 1, 1.0)]
+    scene.look(TIMEOUT)
+    assert scene.story == ["raise"]
+    scene.look(watch.SECONDS_TO_TAKE_AN_ERROR)
+    assert scene.story == ["end"]
+    driver.is_free.set()
+
+
+def test_a_driver_that_answers_late(monkeypatch):
+    monkeypatch.setattr(watch, "SECONDS_OF_AN_ANSWER", 0.05)
+    scene, driver = Scene(), Driver()
+    scene.enqueue(driver)
+    assert scene.look(0.9 * TIMEOUT) is not None
+    driver.is_free.set()
+    time.sleep(0.2)
+    assert scene.look(0.2 * TIMEOUT) is None
+    assert scene.passes.error is None
+
+
+def test_a_release_that_does_not_come_back(monkeypatch):
+    monkeypatch.setattr(watch, "SECONDS_OF_AN_ANSWER", 0.05)
+    scene, driver = Scene(), Driver()
+    scene.passes._release = driver.release
+    scene.enqueue(Event())
+    scene.look(TIMEOUT)
+    scene.look(watch.SECONDS_TO_TAKE_AN_ERROR)
+    assert scene.story == ["end"]
+    assert driver.calls == ["release"]
+    driver.is_free.set()
+
+
+def test_a_host_that_stays_in_a_pass():
+    """Because the driver holds it up, or because it compiles: only the former is for ever."""
+    scene = Scene()
+    scene.passes.begin(is_backward=False)
+    scene.look(0.4 * TIMEOUT)
+    assert scene.story == []  # others may wait for it
+    scene.look(0.7 * TIMEOUT)
+    assert scene.story == [("wait", 1, 1.0)]
+    assert scene.passes.error is None
+    scene.look(watch.SECONDS_OF_A_HOST - 0.2 * TIMEOUT)
+    assert scene.passes.error is None
+    scene.look(0.1 * TIMEOUT)
+    assert "whose timeout is 20 s, has waited 80 s for" in scene.passes.error
+    assert scene.story == [("wait", 1, 1.0), "raise", "release"][-2:]
+
+
+def test_a_host_that_leaves_a_pass_late_waits_from_then_on():
+    scene = Scene()
+    begun = scene.passes.begin(is_backward=False)
+    scene.look(2 * TIMEOUT)
+    scene.passes.enqueued(begun, Event())
+    assert scene.look(0.9 * TIMEOUT) is not None
+    assert scene.passes.error is None
+    scene.look(0.1 * TIMEOUT)
+    assert "has waited 20 s" in scene.passes.error
+
+
+def test_an_error_in_the_moment_in_which_a_pass_begins():
+    """Such a pass never ends, and nothing is released all the time for it."""
+    scene = Scene()
+    scene.enqueue(Event())
+    scene.passes.begin(is_backward=False)
+    scene.look(TIMEOUT)
+    scene.is_taken.set()
+    assert scene.look() < 0.1
+    scene.passes._pending[0].event.is_done = True
+    assert scene.look() == 1.0
+
+
+@pytest.mark.parametrize("can_record", [True, False])
+def test_a_pass_that_raises_midway(monkeypatch, can_record):
+    """What it has enqueued is looked after until it is done, and is no late pass afterwards."""
+    scene, gpu, group = Scene(), Gpu(), Group()
+    if not can_record:
+        gpu.record_event = lambda: 1 / 0
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+    monkeypatch.setattr(watch, "is_recorded", lambda device: False)
+    monkeypatch.setattr(watch, "_watch", Watch())
+    monkeypatch.setattr(watch, "_passes", {group: scene.passes})
+
+    def run():
+        with watch.watched(group, torch.device("cuda"), is_backward=False):
+            assert [x.event for x in scene.passes._pending] == [None]
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        run()
+    assert [x.event for x in scene.passes._pending] == [gpu] * can_record
+    gpu.is_free.set()
+    assert scene.look(10 * TIMEOUT) is None
+    assert scene.passes.error is None
+    assert not scene.passes._pending
+
+
 def test_the_error_of_a_backward_is_raised_where_the_forward_was_called():
     scene = Scene()
     scene.enqueue(Event()).is_done = True
@@ -246,7 +365,7 @@ def test_an_error_of_a_backward_comes_once():
     is_over.acquire()
 
     def autograd():
-        passes.enqueued(1, Event(), is_backward=True)
+        passes.enqueued(passes._pending[0], Event())
         now[0] = TIMEOUT
         passes.look()
         try:
@@ -320,7 +439,7 @@ def test_a_watch_that_fails_says_so_and_keeps_no_events(monkeypatch, caplog):
             pass
         if watcher._thread is not None:
             watcher._thread.join(10)
-    assert len(passes._pending) == 1
+    assert len(passes._pending) <= 1
     assert "nobody looks after ranks that are late" in caplog.text
 
 
@@ -398,6 +517,8 @@ def wait_for_a_rank(group, how, can_be_released, path):
     gpu.is_free.set()
     with watch.watched(group, device, is_backward=False):
         pass
+    while watch._passes[group]._pending:  # has been seen to be done
+        time.sleep(0.01)
     torch.distributed.barrier(group)
     if group.rank() == 1:
         os.kill(os.getpid(), how)

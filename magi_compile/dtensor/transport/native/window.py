@@ -85,6 +85,7 @@ class Window:
         self._last: torch.cuda.Event | None = None
         self._is_recorded = False
         self._flags: list[Op] = []  # set, all that this rank may await
+        self._is_released = False
         self._aside: torch.cuda.Stream | None = None
 
     def next_slot(self, num_bytes: int, current: torch.cuda.Stream) -> Slot:
@@ -98,8 +99,9 @@ class Window:
             The slot.
 
         Raises:
-            RuntimeError: if it would have to grow while a graph is being captured.
+            RuntimeError: if it would have to grow while a graph is being captured, or if ranks were late.
         """
+        self._refuse_what_was_released()
         is_capturing = torch.cuda.is_current_stream_capturing()
         if num_bytes > self._capacity or not self._slots:
             if is_capturing:
@@ -120,8 +122,17 @@ class Window:
 
     def meet(self, slot: Slot, current: torch.cuda.Stream) -> torch.cuda.Event:
         """Lets `stream` read the slots of all ranks, once what `current` holds is done everywhere: at the event."""
+        self._refuse_what_was_released()
         self._is_being_filled = False
         return self._meet(slot.meeting, current)
+
+    def _refuse_what_was_released(self) -> None:
+        """Its flags say that ranks were at meetings where they were not: who goes on would read what is not there."""
+        if self._is_released:
+            raise RuntimeError(
+                f"ranks of group {self._group_name!r} were late, and rows that they share with it are lost: make a new "
+                "process group"
+            )
 
     def _meet(self, meeting: list[Op], current: torch.cuda.Stream) -> torch.cuda.Event:
         self.stream.wait_stream(current)
@@ -141,7 +152,8 @@ class Window:
 
     def release(self) -> None:
         """Sets all flags that this rank may await, as peers would that have come. On a stream that waits for nothing;
-        on any thread."""
+        on any thread. Nothing is read from slots any more."""
+        self._is_released = True
         if not self._flags:
             return
         with torch.cuda.device(self._device):
