@@ -219,7 +219,7 @@ class EarlyForward:
         return ForwardOutput(out, lse)
 
 
-class _Call(NamedTuple):
+class _EarlyCall(NamedTuple):
     """Both launches, and what they need: the output and its lse, those of splits, and counters."""
 
     made: tuple[Buffer, ...]
@@ -237,7 +237,7 @@ def _call(
     free_sms: int,
     has_stairs: bool,
     device_index: int,
-) -> _Call | None:
+) -> _EarlyCall | None:
     """The prepared call for tensors q, k, v and remote keys and values of such layouts; None where TMA cannot read
     them."""
     if not are_tma_layouts(layouts, problem.dtype):
@@ -302,7 +302,7 @@ def _call(
         variant = forward_variant(problem, config, has_stairs=has_stairs, is_early=True)
         return Launch(load_function(variant, device_index), grid, config.num_threads, params)
 
-    return _Call(made, launch(free_sms, _NO_BLOCK), launch(0, 0))
+    return _EarlyCall(made, launch(free_sms, _NO_BLOCK), launch(0, 0))
 
 
 @cache
