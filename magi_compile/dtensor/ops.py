@@ -38,7 +38,8 @@ from magi_compile.dtensor.sharding import register_rules
 from magi_compile.dtensor.transport.collectives import select as select_collective
 from magi_compile.dtensor.watch import watched
 from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved, new_max_scores
-from magi_compile.kernels.select import ScoreNeeds, problem_of, select
+from magi_compile.kernels.scored import ScoreNeeds
+from magi_compile.kernels.select import problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import gradients_of_tables, new_sums, split_sums, wanted_tables
 from magi_compile.ops.scale import Scaled

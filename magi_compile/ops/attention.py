@@ -15,7 +15,8 @@ from magi_compile import _compat
 from magi_compile._compat import has_torch_function_mode
 from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem, KernelName
-from magi_compile.kernels.select import ScoreNeeds, problem_of, select
+from magi_compile.kernels.scored import ScoreNeeds
+from magi_compile.kernels.select import problem_of, select
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask, reached_by

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -27,12 +27,12 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan import Plan
-from magi_compile.kernels.scored import refusals_of_atomics, refuse_atomics
+from magi_compile.kernels.scored import ScoreNeeds, refusals_of_atomics, refuse_atomics
 from magi_compile.kernels.triton.score_expressions import NoTritonCode
 from magi_compile.kernels.triton.score_source import score_arguments, score_source
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import Walk, build_tile_plan
-from magi_compile.score.program import ScoreCall, ScoreProgram
+from magi_compile.score.program import ScoreCall
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_ARCH = (8, 0)
@@ -175,23 +175,14 @@ class TritonKernel:
                 )
         return BackwardOutput(dq, dk, dv)
 
-    def table_refusals(
-        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
-    ) -> list[str]:
-        return refusals_of_atomics()
-
-    def score_refusals(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-    ) -> list[str]:
+    def score_refusals(self, problem: AttnProblem, needs: ScoreNeeds) -> list[str]:
+        program, dtypes, ranks, wants_table_gradients = needs
+        reasons = []
         try:
             score_source(program.text, dtypes, ranks, program.differentiable_tables)
         except NoTritonCode as error:
-            return [f"has no code for the score_mod: {error}"]
-        return []
+            reasons = [f"has no code for the score_mod: {error}"]
+        return [*reasons, *(refusals_of_atomics() if wants_table_gradients else [])]
 
 
 def _device_code() -> ModuleType:
