@@ -103,7 +103,17 @@ def check(case, mask_mod):
     assert_as_good_as_plain(ours, case.make, tensors, captures, visible)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Others below run these, or less of what others here do.
+ELSEWHERE = ("alibi", "computed_alibi", "relative", "clamp")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, id=x.name, marks=pytest.mark.slow if x.name in ELSEWHERE else ())
+        for x in CASES
+    ],
+)
 def test_values_and_gradients(case):
     check(case, causal)
 
