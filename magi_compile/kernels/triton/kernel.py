@@ -7,7 +7,6 @@ and need no buffer but delta (fp32, `[nheads_q, total_q]`).
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 from collections.abc import Hashable
 from types import ModuleType
@@ -54,10 +53,9 @@ class Sizes(NamedTuple):
 
 def sizes_of(problem: AttnProblem, tile_rows: int, block_cols: int) -> Sizes:
     """The constants of a kernel whose tiles have `tile_rows` and whose blocks have `block_cols`."""
-    dims = problem.head_dim, problem.head_dim_v
-    padded = ((dim, _padded(dim)) for dim in dims)
-    has = (problem.softcap != 0.0, problem.has_bits)
-    return Sizes(tile_rows, block_cols, *itertools.chain(*padded), *has)
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    of_heads = (dim, _padded(dim), dim_v, _padded(dim_v))
+    return Sizes(tile_rows, block_cols, *of_heads, problem.softcap != 0.0, problem.has_bits)
 
 
 class TritonKernel:
