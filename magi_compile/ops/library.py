@@ -435,16 +435,8 @@ def gradients_of_tables(
     return [found[i].to(x.dtype, copy=copies) if i in found else None for i, x in enumerate(tables)]
 
 
-def _ffa_bwd_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _ffa_bwd_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, q, k, v, _, _, *rest = args
     options = AttentionBackwardOptions(*rest)
     rows = _packed(options.numbering, q, k, v)
     asked: Any = {"wanted": options.wanted or (), "deterministic": options.deterministic}
