@@ -73,8 +73,10 @@ def variants(
         if not softcap:  # the others do not depend on it
             preprocess, _, postprocess = backward_variants(problem)
             yield from (preprocess, postprocess, merge_variant(head_dim, dtype))
-            for rows, keys in ((64, 64), (128, 128)) if "lists" in more else ():
-                listed = replace(problem, block_map=BlockMap(1, 1, rows, keys))
+            # Alone, and beside a mask_mod of one key interval, such as a causal one.
+            kinds = itertools.product((64, 128), (0, 1)) if "lists" in more else ()
+            for size, intervals in kinds:
+                listed = replace(problem, block_map=BlockMap(1, 1, size, size, intervals))
                 yield forward_variant(listed, forward_config(listed))
                 yield backward_variants(listed)[1]
     yield planner_variant()

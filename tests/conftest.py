@@ -4,6 +4,8 @@ from pathlib import Path
 # One thread for each process: workers of pytest and the ranks that tests start would wait for each other's threads.
 # Read when PyTorch is imported; a variable of the shell wins.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Likewise Inductor: no pool of compilers beside each worker and each program that tests start.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Programs that tests start find magi_bench, which is not installed with magi_compile.
 os.environ["PYTHONPATH"] = os.pathsep.join(

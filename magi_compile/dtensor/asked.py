@@ -16,7 +16,8 @@ from magi_compile.dtensor.arguments import BackwardOptions, Options
 from magi_compile.dtensor.entries import PLAIN, Packing
 from magi_compile.dtensor.planning.cover import Entries
 from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.select import ScoreNeeds, problem_on, select
+from magi_compile.kernels.scored import ScoreNeeds
+from magi_compile.kernels.select import problem_on, select
 from magi_compile.score.program import ScoreProgram
 
 

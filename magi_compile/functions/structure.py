@@ -112,7 +112,7 @@ class _Reading:
         # The same names are those of attributes, of which there may be globals by chance.
         for name in sorted(names & function.__globals__.keys()):
             found.append((name, self.kind(function.__globals__[name])))
-        if vars(builtins) is not function.__builtins__:
+        if vars(builtins) is not function.__builtins__:  # type: ignore[attr-defined]
             raise _UnknownError
         return tuple(found)
 

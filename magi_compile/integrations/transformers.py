@@ -523,33 +523,20 @@ def masks_of_layers(config: Any, positions: Tensor) -> dict[str | None, BlockMas
     return masks
 
 
-def _traceable_flex_attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: MaskFunction | None = None,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **rest: Any,
-) -> BlockMask:
-    """`flex_attention_mask` of transformers; in a graph without the argument that breaks it."""
+def _traceable_flex_attention_mask(**given: Any) -> BlockMask:
+    """`flex_attention_mask` of transformers, by the same keywords; in a graph without the argument that breaks it."""
+    mask_function: MaskFunction | None = given.get("mask_function")
     if mask_function is None or not torch.compiler.is_compiling():
-        return flex_attention_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            **({} if mask_function is None else {"mask_function": mask_function}),
-            attention_mask=attention_mask,
-            device=device,
-            **rest,
+        # Its own default stands for None.
+        return flex_attention_mask(**{k: v for k, v in given.items() if k != "mask_function" or v})
+    batch_size, q_length, kv_length = (given[x] for x in ("batch_size", "q_length", "kv_length"))
+    q_offset, kv_offset = (given.get(x, 0) for x in ("q_offset", "kv_offset"))
+    if given.get("attention_mask") is not None:
+        mask_function = _without_padding(
+            mask_function, given["attention_mask"], kv_length, kv_offset
         )
-    if attention_mask is not None:
-        mask_function = _without_padding(mask_function, attention_mask, kv_length, kv_offset)
     mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
+    device = given.get("device", "cpu")
     return create_block_mask(mask_function, batch_size, None, q_length, kv_length, device)
 
 

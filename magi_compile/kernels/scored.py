@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -18,7 +17,7 @@ _ATOMICS = (
 
 
 def refusals_of_atomics() -> list[str]:
-    """`ScoredKernel.table_refusals` of a kernel that adds up these gradients by atomics."""
+    """`ScoredKernel.score_refusals` of a kernel that adds up gradients of captured tensors by atomics."""
     return [_ATOMICS] if torch.are_deterministic_algorithms_enabled() else []
 
 
@@ -29,24 +28,27 @@ def refuse_atomics(score: ScoreCall | None, deterministic: bool | None) -> None:
         raise NotImplementedError(f"the kernel {_ATOMICS}")
 
 
+class ScoreNeeds(NamedTuple):
+    """A score program, and what a kernel has to know of the tensors that it takes.
+
+    Attributes:
+        program: the program.
+        dtypes: those of its tensors.
+        ranks: their numbers of dimensions.
+        wants_table_gradients: whether they need gradients.
+    """
+
+    program: ScoreProgram
+    dtypes: tuple[torch.dtype, ...]
+    ranks: tuple[int, ...]
+    wants_table_gradients: bool
+
+
 @runtime_checkable
 class ScoredKernel(Protocol):
     """A kernel whose forward and backward take a score program."""
 
-    def score_refusals(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-    ) -> list[str]:
-        """Every reason why this kernel cannot run the program for `problem` with captured tensors of these dtypes and
-        numbers of dimensions; empty when it can."""
-        ...
-
-    def table_refusals(
-        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
-    ) -> list[str]:
-        """Further reasons why the backward cannot compute gradients of captured tensors, beside those of
-        `score_refusals`."""
+    def score_refusals(self, problem: AttnProblem, needs: ScoreNeeds) -> list[str]:
+        """Every reason why this kernel cannot run the program for `problem`, and the gradients of captured tensors
+        where these are wanted; empty when it can."""
         ...

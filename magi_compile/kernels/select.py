@@ -13,9 +13,8 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.mapped import MappedKernel, block_map_of
-from magi_compile.kernels.scored import ScoredKernel
+from magi_compile.kernels.scored import ScoredKernel, ScoreNeeds
 from magi_compile.plan.block_map import ListShape
-from magi_compile.score.program import ScoreProgram
 
 # "module:class" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
 KERNELS: dict[str, str] = {
@@ -41,22 +40,6 @@ SLOWER_WITH_SCORES = {
     "triton": "runs score_mods only where kernel 'triton' is asked for by name: it is slower than "
     "FlexAttention with them"
 }
-
-
-class ScoreNeeds(NamedTuple):
-    """A score program, and what a kernel has to know of the tensors that it takes.
-
-    Attributes:
-        program: the program.
-        dtypes: those of its tensors.
-        ranks: their numbers of dimensions.
-        wants_table_gradients: whether they need gradients.
-    """
-
-    program: ScoreProgram
-    dtypes: tuple[torch.dtype, ...]
-    ranks: tuple[int, ...]
-    wants_table_gradients: bool
 
 
 class Selection(NamedTuple):
@@ -157,12 +140,9 @@ def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -
         return [*reasons, "has no score_mods but a scale and a soft-cap"]
     if reasons or score is None:
         return reasons
-    of_program = score.program, score.dtypes, score.ranks
-    reasons = kernel.score_refusals(problem, *of_program)
-    if score.wants_table_gradients:
-        reasons = [*reasons, *kernel.table_refusals(*of_program)]
-        if problem.block_map is not None:
-            reasons.append("has no gradients of captured tensors beside block lists")
+    reasons = kernel.score_refusals(problem, score)
+    if score.wants_table_gradients and problem.block_map is not None:
+        reasons = [*reasons, "has no gradients of captured tensors beside block lists"]
     return reasons
 
 

@@ -20,7 +20,7 @@ from magi_compile.lowering.report import Decision, LoweringReport
 from magi_compile.masks import AttnSlices, MaskType
 from magi_compile.masks.bits import FIRST_BITS
 from magi_compile.masks.evaluation.block_lists import BlockLists
-from magi_compile.ops.arguments import Options
+from magi_compile.ops.arguments import AttentionOptions
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any
             listed = BlockLists(*args[-len(call.block_lists) :])
             args = args[: -len(call.block_lists)]
         if call.decision.kernel:
-            (q, k, _), options = args[:_SLICES], Options(*args[_SLICES:])
+            (q, k, _), options = args[:_SLICES], AttentionOptions(*args[_SLICES:])
         if call.decision.kernel and options.slices:
             q_ranges, k_ranges, mask_types = options.slices
             lists = (q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])

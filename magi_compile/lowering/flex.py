@@ -29,7 +29,7 @@ from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.masks import Mask, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
-from magi_compile.ops.arguments import Options, short
+from magi_compile.ops.arguments import AttentionOptions, short
 from magi_compile.ops.dtensors import are_distributed
 from magi_compile.ops.layout import by_entries, inverse, memory_order
 
@@ -145,7 +145,7 @@ def _emit_op(
     slices: Any = list(mask.ranges) if needs_slices else []
     planned: Any = plan
     bits: Any = mask.bits
-    options = Options(
+    options = AttentionOptions(
         *(slices, planned, problem.softmax_scale, problem.softcap, kernel.name, bits),
         by_entry=by_entry,
         return_max_scores=problem.has_max_scores,

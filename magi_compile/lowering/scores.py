@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from magi_compile import _compat
-from magi_compile.kernels.select import ScoreNeeds
+from magi_compile.kernels.scored import ScoreNeeds
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, is_tensor
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod

@@ -75,7 +75,7 @@ def select_blocks(
     check_flag("causal", causal)
     if heads not in _HEADS:
         raise ValueError(f"`heads` must be one of {_HEADS}, got {heads!r}")
-    blocks = _Blocks(rows, keys, q.shape[2], k.shape[2])
+    blocks = _BlockSizes(rows, keys, q.shape[2], k.shape[2])
     with torch.no_grad():
         scores = _of_heads(_scores(q, k, blocks, by), k.shape[1], heads)
         is_chosen, chosen = _choose(scores, blocks, topk, causal, init_blocks, local_blocks)
@@ -92,7 +92,7 @@ def select_blocks(
     )
 
 
-class _Blocks(NamedTuple):
+class _BlockSizes(NamedTuple):
     """The blocks of queries and of keys: how many of them are in one, and in all."""
 
     rows: int
@@ -147,7 +147,7 @@ def _check_numbers(
     return sizes
 
 
-def _scores(q: Tensor, k: Tensor, blocks: _Blocks, by: str | Scores) -> Tensor:
+def _scores(q: Tensor, k: Tensor, blocks: _BlockSizes, by: str | Scores) -> Tensor:
     """Those of blocks of queries with blocks of keys, fp32 `[batch, nheads_q, num_q, num_k]`."""
     if callable(by):
         scores = by(q, k)
@@ -180,7 +180,12 @@ def _of_heads(scores: Tensor, nheads_kv: int, heads: str) -> Tensor:
 
 
 def _choose(
-    scores: Tensor, blocks: _Blocks, topk: int, causal: bool, init_blocks: int, local_blocks: int
+    scores: Tensor,
+    blocks: _BlockSizes,
+    topk: int,
+    causal: bool,
+    init_blocks: int,
+    local_blocks: int,
 ) -> tuple[Tensor, Tensor]:
     """Blocks of keys in the order of their scores, `[batch, heads, num_q, at most topk]`, and which of them are chosen:
     those in front."""
@@ -197,7 +202,7 @@ def _choose(
 
 
 def _partial_and_full(
-    is_chosen: Tensor, chosen: Tensor, blocks: _Blocks
+    is_chosen: Tensor, chosen: Tensor, blocks: _BlockSizes
 ) -> list[tuple[Tensor, Tensor]]:
     """The chosen blocks of both kinds under a causal mask, of each kind as those of `_choose`. Blocks that are cut off
     by the end are partial, as PyTorch's are."""
@@ -211,7 +216,7 @@ def _partial_and_full(
     return kinds
 
 
-def _as_list(is_listed: Tensor, indices: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
+def _as_list(is_listed: Tensor, indices: Tensor, blocks: _BlockSizes) -> tuple[Tensor, Tensor]:
     """The counts and the indices of a grid, with room for all blocks."""
     indices = pad(indices.to(torch.int32), (0, blocks.num_k - indices.shape[-1]))
     return is_listed.sum(-1, dtype=torch.int32), indices

@@ -35,7 +35,7 @@ class Numbering(NamedTuple):
         return cls(*(numbering or ()))
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """The arguments of the ops behind their tensors, in the order of their schemas.
 
     Attributes:
@@ -71,8 +71,8 @@ class Options(NamedTuple):
         return _short(self)
 
 
-class BackwardOptions(NamedTuple):
-    """The arguments of the backward behind its tensors, in the order of its schema; see `Options`.
+class AttentionBackwardOptions(NamedTuple):
+    """The arguments of the backward behind its tensors, in the order of its schema; see `AttentionOptions`.
 
     Attributes:
         deterministic: whether results have to repeat bit for bit.
@@ -93,17 +93,17 @@ class BackwardOptions(NamedTuple):
     wanted: Sequence[int] = ()
 
     @property
-    def of_forward(self) -> Options:
+    def of_forward(self) -> AttentionOptions:
         """The options of the forward that it belongs to, of packed tensors."""
-        common = {x: getattr(self, x) for x in Options._fields if x in self._fields}
-        return Options(**common)
+        common = {x: getattr(self, x) for x in AttentionOptions._fields if x in self._fields}
+        return AttentionOptions(**common)
 
     def short(self) -> tuple[Any, ...]:
-        """As `Options.short`."""
+        """As `AttentionOptions.short`."""
         return _short(self)
 
 
-def _short(options: Options | BackwardOptions) -> tuple[Any, ...]:
+def _short(options: AttentionOptions | AttentionBackwardOptions) -> tuple[Any, ...]:
     return short(options, len(options) - len(options._field_defaults))
 
 

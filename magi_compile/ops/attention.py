@@ -15,13 +15,14 @@ from magi_compile import _compat
 from magi_compile._compat import has_torch_function_mode
 from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem, KernelName
-from magi_compile.kernels.select import ScoreNeeds, problem_of, select
+from magi_compile.kernels.scored import ScoreNeeds
+from magi_compile.kernels.select import problem_of, select
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask, reached_by
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import Heads
-from magi_compile.ops.arguments import Numbering, Options
+from magi_compile.ops.arguments import AttentionOptions, Numbering
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -188,7 +189,7 @@ def _attend(
         bits = slices.bits
         rest = _with_slices((q, k, v), slices, *given, scored, return_max_scores)
     if bits is not None or scored is not None or return_max_scores:
-        options = Options(*rest)._replace(bits=bits, return_max_scores=return_max_scores)
+        options = AttentionOptions(*rest)._replace(bits=bits, return_max_scores=return_max_scores)
         if scored is not None:
             program, tables, numbering = scored
             options = options._replace(tables=tables, score=program.text, numbering=numbering)

@@ -40,7 +40,7 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.plan import BlockMap, Plan, pack, unpack
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.arguments import BackwardOptions, Numbering, Options, short
+from magi_compile.ops.arguments import AttentionBackwardOptions, AttentionOptions, Numbering, short
 from magi_compile.ops.define import define_differentiable, gradients
 from magi_compile.ops.layout import by_entries, packed
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
@@ -209,7 +209,7 @@ class _KernelCall(NamedTuple):
     score: ScoreCall | None
 
 
-def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
+def _prepared(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
     """The call of packed tensors as a kernel takes it."""
     (total_q, nheads_q, head_dim), (total_k, nheads_kv, head_dim_v) = q.shape, v.shape
     # A score program tells the sign of a score: the scale stays with it.
@@ -238,7 +238,7 @@ def _prepared(options: Options, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
 
 
 def _chosen(
-    options: Options,
+    options: AttentionOptions,
     q: Tensor,
     heads: tuple[int, int, int, int],
     softmax_scale: float,
@@ -253,7 +253,7 @@ def _chosen(
     )
 
 
-def _score_of(options: Options, numbering: Sequence[int]) -> ScoreCall | None:
+def _score_of(options: AttentionOptions, numbering: Sequence[int]) -> ScoreCall | None:
     if not options.score:
         return None
     of_rows = Numbering.of(numbering)
@@ -264,7 +264,7 @@ def _score_of(options: Options, numbering: Sequence[int]) -> ScoreCall | None:
 
 
 def _begin(
-    options: Options,
+    options: AttentionOptions,
     qkv: tuple[Tensor, ...],
     begin: Callable[[CompiledKernel, AttnProblem, ScoreCall | None], None],
 ) -> None:
@@ -293,7 +293,7 @@ def _packed(numbering: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     raise_pending()
-    options = Options(*rest)
+    options = AttentionOptions(*rest)
     if options.by_entry:
         q, k, v = _packed(options.numbering, q, k, v)
     check_op(q, k, v)
@@ -310,7 +310,7 @@ def _ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 
 
 def _begin_backward_of_eager(
-    options: Options,
+    options: AttentionOptions,
     kernel: Kernel,
     problem: AttnProblem,
     score: ScoreCall | None,
@@ -336,7 +336,7 @@ def _as_compiled(kernel: Kernel) -> CompiledKernel | None:
     return kernel if isinstance(kernel, CompiledKernel) else None
 
 
-def _by_entry(out: Tensor, options: Options) -> Tensor:
+def _by_entry(out: Tensor, options: AttentionOptions) -> Tensor:
     if not options.by_entry:
         return out
     of_rows = Numbering.of(options.numbering)
@@ -344,7 +344,7 @@ def _by_entry(out: Tensor, options: Options) -> Tensor:
 
 
 def _ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(*rest)
+    options = AttentionOptions(*rest)
     if options.by_entry:
         q, k, v = _packed(options.numbering, q, k, v)
     check_op(q, k, v)
@@ -369,7 +369,7 @@ def _ffa_bwd(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raise_pending()
-    options, inputs = BackwardOptions(*rest), (q, k, v)
+    options, inputs = AttentionBackwardOptions(*rest), (q, k, v)
     dout, q, k, v, out = _packed(options.numbering, dout, q, k, v, out)
     check_op_gradients(dout, dlse, q, k, v, out, lse)
     kernel, problem, scaled, slices, plan, score = _prepared(options.of_forward, q, k, v)
@@ -435,17 +435,9 @@ def gradients_of_tables(
     return [found[i].to(x.dtype, copy=copies) if i in found else None for i, x in enumerate(tables)]
 
 
-def _ffa_bwd_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = BackwardOptions(*rest)
+def _ffa_bwd_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, q, k, v, _, _, *rest = args
+    options = AttentionBackwardOptions(*rest)
     rows = _packed(options.numbering, q, k, v)
     asked: Any = {"wanted": options.wanted or (), "deterministic": options.deterministic}
     _begin(
@@ -478,7 +470,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *tables: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        options = Options(*rest)
+        options = AttentionOptions(*rest)
         out, lse, max_scores = torch.ops.magi.ffa_fwd.default(q, k, v, *rest)
         bits = [] if options.bits is None else [options.bits]
         lists = [(q, k, v, out, lse), options.slices, options.plan, bits, tables]
@@ -504,7 +496,7 @@ class _Attention(torch.autograd.Function):
         wanted = wanted_tables(given.score, ctx.needs_input_grad[4:])
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
-        options = BackwardOptions(
+        options = AttentionBackwardOptions(
             *(slices, plan, given.softmax_scale, given.softcap, given.kernel, deterministic),
             *(bits[0] if bits else None, tables, given.symbols, given.score, given.numbering),
             wanted,
@@ -519,7 +511,7 @@ def _tables_of(*rest: Any) -> Sequence[Tensor]:
     return rest[_TABLES] or () if len(rest) > _TABLES else ()
 
 
-_TABLES = Options._fields.index("tables")
+_TABLES = AttentionOptions._fields.index("tables")
 
 
 define_differentiable(

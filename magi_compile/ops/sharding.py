@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from magi_compile.ops.arguments import BackwardOptions, Options
+from magi_compile.ops.arguments import AttentionBackwardOptions, AttentionOptions
 
 
 @cache
@@ -28,7 +28,7 @@ def register_rules() -> None:
     heads: Any = Shard(1)
 
     def forward(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
-        options = Options(*rest)
+        options = AttentionOptions(*rest)
         others = of_options(options)
         max_scores = first if options.return_max_scores else replicated
         rules = [([replicated] * 3, [*[replicated] * 3, *others])]
@@ -39,14 +39,14 @@ def register_rules() -> None:
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any
     ) -> list[Any]:
-        options = BackwardOptions(*rest)
+        options = AttentionBackwardOptions(*rest)
         others = of_options(options)
         rules = [([replicated] * 4, of_backward(dlse, replicated, replicated) + others)]
         if may_divide(k, options.numbering):
             rules.append(([*[heads] * 3, replicated], of_backward(dlse, heads, first) + others))
         return rules
 
-    def of_options(options: Options | BackwardOptions) -> list[Any]:
+    def of_options(options: AttentionOptions | AttentionBackwardOptions) -> list[Any]:
         """The placements of the tensors among them."""
         number = len(options.slices) + len(options.plan) + len(options.tables or ())
         return [replicated] * (number + (options.bits is not None))

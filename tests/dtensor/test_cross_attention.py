@@ -342,7 +342,7 @@ def train_video(group, attention, backend, frames, words):
     ("attention", "backend", "frames", "words"),
     [
         (transformer.flex_attention, None, 201, 77),
-        (transformer.flex_attention, "magi", 201, 77),
+        pytest.param(transformer.flex_attention, "magi", 201, 77, marks=pytest.mark.slow),
         (transformer.flex_attention, None, 40, 301),
         (sdpa, None, 201, 77),
         (sdpa, "aot_eager", 40, 301),

@@ -146,12 +146,13 @@ def train(group, attention, nheads_kv, backend, is_local=False, has_fsdp=False):
     ("attention", "backend", "nheads_kv"),
     [
         *[("flex_attention", None, 2), ("our_flex_attention", None, 1), ("planned", None, 2)],
-        *[("flex_attention", "aot_eager", 1), ("our_flex_attention", "aot_eager", 2)],
+        ("flex_attention", "aot_eager", 1),
         *(
             pytest.param(*run, marks=pytest.mark.slow)
             for run in (
                 *[("flex_attention", None, 1), ("our_flex_attention", None, 2)],
                 *[("planned", None, 1), ("planned", "aot_eager", 1)],
+                ("our_flex_attention", "aot_eager", 2),
             )
         ),
     ],

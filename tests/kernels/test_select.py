@@ -13,7 +13,8 @@ from magi_compile.dtensor.transport.collectives import COLLECTIVES, CollectiveNa
 from magi_compile.kernels import select as select_module
 from magi_compile.kernels.base import AttnProblem, KernelName
 from magi_compile.kernels.cpu import CpuKernel
-from magi_compile.kernels.select import KERNELS, OLD_NAMES, ScoreNeeds, load, refusals, select
+from magi_compile.kernels.scored import ScoreNeeds
+from magi_compile.kernels.select import KERNELS, OLD_NAMES, load, refusals, select
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.score.program import ScoreProgram
 
@@ -143,13 +144,9 @@ def test_each_kernel_is_asked_once(registry, monkeypatch):
             asked.append("problem")
             return super().refusals(problem)
 
-        def score_refusals(self, problem, *of_program):
+        def score_refusals(self, problem, needs):
             asked.append("score")
-            return []
-
-        def table_refusals(self, *of_program):
-            asked.append("tables")
-            return ["adds them up in any order"]
+            return ["adds them up in any order"] if needs.wants_table_gradients else []
 
     monkeypatch.setattr("magi_compile.kernels.cpu.CpuKernel", Scored)
     registry(picky=PICKY, scored=KERNELS["cpu"])

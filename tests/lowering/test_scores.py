@@ -158,7 +158,10 @@ def test_explained():
 def test_a_kernel_says_why_captured_tensors_get_no_gradients(monkeypatch):
     from magi_compile.kernels.cpu.kernel import CpuKernel
 
-    monkeypatch.setattr(CpuKernel, "table_refusals", lambda *_: ["adds them up in any order"])
+    def score_refusals(self, problem, needs):
+        return ["adds them up in any order"] if needs.wants_table_gradients else []
+
+    monkeypatch.setattr(CpuKernel, "score_refusals", score_refusals)
     mask, _ = both_masks(causal)
     slopes = torch.rand(HEADS)
     compiled()(*qkv(), mask, alibi, [slopes])

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 import magi_compile
 from magi_compile import select_blocks
 from magi_compile._compat import num_compiled_graphs
+from magi_compile.lowering.options import LoweringOptions
 from tests.support.waits import no_waits
 
 SEQLEN = 300
@@ -55,18 +56,30 @@ def attend_to(mask):
     return lambda q, k, v: flex_attention(q, k, v, block_mask=mask(q, k), enable_gqa=True)
 
 
-def compiled(function):
-    return torch.compile(function, backend="magi", fullgraph=True, options={"magi.strict": True})
+def compiled(function, inner="inductor"):
+    backend = magi_compile.make_backend(inner, LoweringOptions(strict=True))
+    return torch.compile(function, backend=backend, fullgraph=True)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_chosen_in_the_graph(choice):
+@pytest.mark.parametrize(
+    ("choice", "inner"),
+    [
+        *((choice, "aot_eager") for choice in CHOICES),
+        ("causal all", "inductor"),
+        *(
+            pytest.param(choice, "inductor", marks=pytest.mark.slow)
+            for choice in CHOICES
+            if choice != "causal all"
+        ),
+    ],
+)
+def test_chosen_in_the_graph(choice, inner):
     """With other choices in every call, which compile nothing."""
 
     def choose(q, k):
         return select_blocks(q, k, 3, **CHOICES[choice])
 
-    attend = compiled(attend_to(choose))
+    attend = compiled(attend_to(choose), inner)
     for seed in range(3):
         given, before = inputs(seed), num_compiled_graphs()
         assert_close(step(attend, *given), step(dense, *given, choose(*given[:2])))
@@ -75,10 +88,10 @@ def test_chosen_in_the_graph(choice):
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_chosen_in_front_of_the_graph(choice):
-    @compiled
     def attend(q, k, v, mask):
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
+    attend = compiled(attend, "aot_eager")
     for seed in range(3):
         given, before = inputs(seed), num_compiled_graphs()
         mask = select_blocks(*given[:2], 3, **CHOICES[choice])

@@ -1,6 +1,8 @@
 """No batch entries, no rows, no keys, no documents: results of these shapes, rows that see nothing,
 gradients of zero."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -9,6 +11,8 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from magi_compile import AttnSlices, flex_attention, flex_flash_attention
 
 SIZES = [(0, 64, 64), (2, 0, 64), (2, 64, 0), (2, 0, 0), (0, 0, 0)]
+MASKS = ["none", "made in the graph", "given"]
+BY_INDUCTOR = [((2, 64, 0), "made in the graph"), ((2, 0, 64), "none"), ((0, 64, 64), "given")]
 
 
 def causal(b, h, q, kv):
@@ -41,12 +45,21 @@ def test_packed(total_q, total_k, softcap, kernel):
         check(out, lse, inputs)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "magi"])
-@pytest.mark.parametrize("mask", ["none", "made in the graph", "given"])
-@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), SIZES)
-def test_padded(batch, seqlen_q, seqlen_k, mask, backend):
+@pytest.mark.parametrize(
+    ("sizes", "mask", "backend"),
+    [
+        *itertools.product(SIZES, MASKS, [None, "aot_eager"]),
+        *(
+            pytest.param(*x, "magi", marks=() if x in BY_INDUCTOR else pytest.mark.slow)
+            for x in itertools.product(SIZES, MASKS)
+        ),
+    ],
+    ids=str,
+)
+def test_padded(sizes, mask, backend):
     from magi_compile.lowering.backend import make_backend
 
+    batch, seqlen_q, seqlen_k = sizes
     has_block_mask = mask == "given" or (backend is None and mask != "none")
     if has_block_mask and 0 in (seqlen_q, seqlen_k):
         pytest.skip("PyTorch makes no BlockMask without rows or keys")

@@ -10,10 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 600
-# No pool of compilers beside every process, and no threads for sizes this small.
-FRUGAL = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
-# One process for each line. All programs in front of a quick compiler, and one in front of Inductor.
+# One process for each line, in front of a quick compiler.
 PROCESSES = {
     "quick": [
         [
@@ -27,14 +25,13 @@ PROCESSES = {
         ["inference_first", "evaluation", "autocast", "copies", "copy_of_an_optimized_module"],
         ["reentrant_around_blocks", "reentrant_inside", "non_reentrant_inside", "selective_inside"],
         ["non_reentrant_around_blocks", "selective_around_blocks"],
-        ["selective_policy_first"],
-        ["fsdp2", "ddp"],
+        ["fsdp2"],
     ],
-    "magi": [["plain"]],
 }
 SLOW_PROCESSES = {
+    "quick": [["selective_policy_first"], ["ddp"]],
     "magi": [
-        ["module_compile", "reduce_overhead", "accumulation", "several_forwards"],
+        ["plain", "module_compile", "reduce_overhead", "accumulation", "several_forwards"],
         ["inference_first", "evaluation", "autocast", "only_attention"],
         ["reentrant_around_blocks", "reentrant_inside", "non_reentrant_inside", "selective_inside"],
         ["copies", "copy_of_an_optimized_module"],
@@ -75,7 +72,7 @@ def compiled_code(tmp_path_factory):
 def failures(folder, door, names):
     """What went wrong in these programs, which run in one process."""
     command = [sys.executable, "-m", "tests.programs.programs", door, *names]
-    environment = {**os.environ, **FRUGAL, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
     try:
         ended = subprocess.run(command, timeout=TIMEOUT, **options)
@@ -98,7 +95,7 @@ def test_programs(compiled_code, door, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("door", SLOW_PROCESSES)
+@pytest.mark.parametrize("door", ["magi", "enable"])
 def test_programs_on_a_gpu(compiled_code, door):
     failed = failures(compiled_code, door, GPU)
     assert not failed, "\n".join(failed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,8 @@ class _Magi(Kernel):
     def _of_lists(self, workload: Workload, inputs: Inputs) -> Attend:
         case, device = workload.case, inputs.q.device
         heads = [case.nheads_q, case.nheads_kv, *case.head_dims]
-        sizes, beside = (1, case.seqlen, case.seqlen), ()
+        sizes = (1, case.seqlen, case.seqlen)
+        beside: tuple[Any, ...] = ()
         if workload.blocks.is_causal:
             intervals = torch.ops.magi.mask_intervals(
                 *([], [], read_mask_mod(causal, device).program.text, *sizes, 1, device, [], [])

@@ -7,7 +7,7 @@ and values expanded over the group without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 
 import torch
@@ -29,8 +29,9 @@ from magi_compile.kernels.cpu.scores import ScoredTiles
 from magi_compile.kernels.cpu.softmax import Partial, attention_of_scores
 from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.kernels.plan import Plan, other_kernel
+from magi_compile.kernels.scored import ScoreNeeds
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.score.program import ScoreCall, ScoreProgram
+from magi_compile.score.program import ScoreCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,13 +65,7 @@ class CpuKernel:
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return None
 
-    def score_refusals(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-    ) -> list[str]:
+    def score_refusals(self, problem: AttnProblem, needs: ScoreNeeds) -> list[str]:
         return []
 
     def forward(
@@ -128,11 +123,6 @@ class CpuKernel:
             out_heads[:, :, rows] = partial_out
             lse_heads[:, :, rows] = partial_lse
         return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
-
-    def table_refusals(
-        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
-    ) -> list[str]:
-        return []
 
     def backward(
         self,

@@ -22,7 +22,7 @@ from magi_compile.kernels.heuristics import (
 from magi_compile.kernels.mapped import map_refusals
 from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.plan import Plan
-from magi_compile.kernels.scored import refusals_of_atomics, refuse_atomics
+from magi_compile.kernels.scored import ScoreNeeds, refusals_of_atomics, refuse_atomics
 from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
@@ -48,7 +48,7 @@ from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.block_map import ListShape
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.score.program import ScoreCall, ScoreProgram
+from magi_compile.score.program import ScoreCall
 
 
 class HopperKernel:
@@ -146,32 +146,21 @@ class HopperKernel:
             max_scores=max_scores,
         )
 
-    def table_refusals(
-        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
-    ) -> list[str]:
-        wanted = program.differentiable_tables
+    def score_refusals(self, problem: AttnProblem, needs: ScoreNeeds) -> list[str]:
+        program, dtypes, ranks, wants_table_gradients = needs
+        reasons = []
         try:
-            score_source(program.text, tuple(dtypes), tuple(ranks), wanted=wanted)
+            score_source(program.text, dtypes, ranks, may_shift=problem.softmax_scale > 0)
         except UnknownOperation as unknown:
-            return [
-                f"has no code for gradients of what the score_mod captures: {unknown} is not written in CUDA"
-            ]
-        return refusals_of_atomics()
-
-    def score_refusals(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-    ) -> list[str]:
+            reasons = [f"has no code for the score_mod: {unknown} is not written in CUDA"]
+        if not wants_table_gradients:
+            return reasons
         try:
-            score_source(
-                program.text, tuple(dtypes), tuple(ranks), may_shift=problem.softmax_scale > 0
-            )
+            score_source(program.text, dtypes, ranks, wanted=program.differentiable_tables)
         except UnknownOperation as unknown:
-            return [f"has no code for the score_mod: {unknown} is not written in CUDA"]
-        return []
+            what = f"gradients of what the score_mod captures: {unknown}"
+            return [*reasons, f"has no code for {what} is not written in CUDA"]
+        return [*reasons, *refusals_of_atomics()]
 
     def plan_of_sizes(
         self,

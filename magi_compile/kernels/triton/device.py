@@ -1,14 +1,15 @@
 """The device code of the Triton kernel: each program owns one tile of one head and walks its runs.
 
-A tensor of rows is `(base, strides)`, with the strides (token, head, dim). An interval is `(lo, hi, col_end)`: the
-columns `[lo, hi)` that each row sees of a run, and where the columns of the run end. With `HAS_BITS` behind it stand
-the row of bits that is each row's, of a block (`plan/bit_runs.py`), or -1, and the first column of the run.
+A tensor of rows is `(base, strides)`, with the strides (token, head, dim), and a walk is `(tiles, runs, edges, bits)`.
+An interval is `(lo, hi, col_end)`: the columns `[lo, hi)` that each row sees of a run, and where the columns of the run
+end. With `S.has_bits` behind it stand the row of bits that is each row's, of a block (`plan/bit_runs.py`), or -1, and
+the first column of the run. `S` is the `Sizes` of `kernel.py`.
 
 Scores are in base 2: `qk * factors[0]`; with a softcap `tanh(qk * factors[0]) * factors[1]`; with a score program
 `SCORES(qk * factors[0], ...) * factors[1]`. `SCORES`, `SLOPES` and `ADD_GRADIENTS` are functions that `score_source.py`
-makes of the program, and None without one, like what they are given: `numbering` is `(seqlen_q, seqlen_k, nheads)` of
-its `ScoreCall`, and `captured` is `(tables, sizes, symbols)`. With a program all blocks are masked: no pair counts, or
-has its gradients added, which is not there.
+makes of the program, and None without one, like what they are given. A `score` is `(factors, numbering, captured)`:
+`numbering` is `(seqlen_q, seqlen_k, nheads)` of its `ScoreCall`, and `captured` is `(tables, sizes, symbols)`. With a
+program all blocks are masked: no pair counts, or has its gradients added, which is not there.
 """
 
 from __future__ import annotations
@@ -29,23 +30,30 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def of_head(tensor, head):
+    """The rows of a head."""
+    base, strides = tensor
+    return base + head * strides[1], strides
+
+
+@triton.jit
 def load_rows(
     tensor,
     row,
     live,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """`[ROWS, PADDED_DIM]` from `row` on; 0 beyond `DIM`, and if `IS_MASKED` where not `live`."""
+    """`[ROWS, PADDED]` from `row` on; 0 beyond `DIM`, and if `IS_MASKED` where not `live`."""
     base, strides = tensor
-    dim = tl.arange(0, PADDED_DIM)
+    dim = tl.arange(0, PADDED)
     start = base + row.to(tl.int64) * strides[0]
     pointers = start + tl.arange(0, ROWS)[:, None] * strides[0] + dim[None, :] * strides[2]
     if IS_MASKED:
         block = tl.load(pointers, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
-    elif DIM != PADDED_DIM:
+    elif DIM != PADDED:
         block = tl.load(pointers, mask=(dim < DIM)[None, :], other=0.0)
     else:
         block = tl.load(pointers)
@@ -66,27 +74,29 @@ def store_rows(tensor, row, live, block, DIM: tl.constexpr):
 
 
 @triton.jit
-def row_interval(run, edges_ptr, rows):
-    """The columns of a run that each row sees; rows outside of it see nothing."""
+def row_interval(walk, index, rows):
+    """A run, and the columns of it that each row sees; rows outside of it see nothing."""
+    _, runs, edges, _ = walk
+    run = runs + index * RUN_FIELDS
     in_run = (rows >= tl.load(run)) & (rows < tl.load(run + 1))
     col_end = tl.load(run + 3)
     lo = tl.maximum(rows + tl.load(run + 4), tl.load(run + 2))
     hi = tl.minimum(rows + tl.load(run + 5), col_end)
     lane = tl.load(run + 10)
     if lane > 0:
-        edges = edges_ptr + (rows * LANES + lane - 1) * 2
-        lo = tl.load(edges, mask=in_run, other=0)
-        hi = tl.load(edges + 1, mask=in_run, other=0)
+        edge = edges + (rows * LANES + lane - 1) * 2
+        lo = tl.load(edge, mask=in_run, other=0)
+        hi = tl.load(edge + 1, mask=in_run, other=0)
     code = tl.load(run + 11)
     bit_row = tl.where(code > 0, code - 1 + rows - tl.load(run), -1)
-    return lo, tl.where(in_run, hi, lo), col_end, bit_row, tl.load(run + 6)
+    return run, (lo, tl.where(in_run, hi, lo), col_end, bit_row, tl.load(run + 6))
 
 
 @triton.jit
-def is_visible(cols, interval, bits_ptr, HAS_BITS: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr):
+def is_visible(cols, interval, walk, S: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr):
     lo, hi, _, bit_row, first = interval
     visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
-    if HAS_BITS:
+    if S.has_bits:
         step = (cols - first)[None, :]
         row = bit_row[:, None]
         if ROWS_ARE_KEYS:
@@ -95,26 +105,19 @@ def is_visible(cols, interval, bits_ptr, HAS_BITS: tl.constexpr, ROWS_ARE_KEYS: 
         else:
             place = (row + step * 0).to(tl.int64) * BIT_WORDS
             bit = step + row * 0
-        word = tl.load(bits_ptr + place + bit // 32, mask=visible & (row >= 0), other=-1)
+        word = tl.load(walk[3] + place + bit // 32, mask=visible & (row >= 0), other=-1)
         visible = visible & (((word >> (bit & 31)) & 1) != 0)
     return visible
 
 
 @triton.jit
 def hide(
-    values,
-    other,
-    visible,
-    cols,
-    interval,
-    bits_ptr,
-    HAS_BITS: tl.constexpr,
-    ROWS_ARE_KEYS: tl.constexpr,
+    values, other, visible, cols, interval, walk, S: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr
 ):
     """`other` at hidden pairs. `visible` is there with a program, which needs it;
     else it would hold registers while products run."""
     if visible is None:
-        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, ROWS_ARE_KEYS)
+        visible = is_visible(cols, interval, walk, S, ROWS_ARE_KEYS)
     return tl.where(visible, values, other)
 
 
@@ -133,9 +136,7 @@ def count_blocks(run, IS_MASKED: tl.constexpr, ALL_MASKED: tl.constexpr):
 
 
 @triton.jit
-def block_start(
-    run, index, BLOCK_COLS: tl.constexpr, IS_MASKED: tl.constexpr, ALL_MASKED: tl.constexpr
-):
+def block_start(run, index, S: tl.constexpr, IS_MASKED: tl.constexpr, ALL_MASKED: tl.constexpr):
     """The first column of the `index`-th block that needs the mask, or that needs none."""
     if ALL_MASKED:
         block = index
@@ -146,7 +147,7 @@ def block_start(
             block = index + tl.where(index < num_lead, 0, num_full)
         else:
             block = index + num_lead
-    return tl.load(run + 6) + block * BLOCK_COLS
+    return tl.load(run + 6) + block * S.block_cols
 
 
 @triton.jit
@@ -169,15 +170,14 @@ def keys_of(rows, numbering):
 
 
 @triton.jit
-def change_scores(
-    qk, place, visible, factors, captured, HAS_SOFTCAP: tl.constexpr, SCORES: tl.constexpr
-):
+def change_scores(qk, place, visible, score, S: tl.constexpr, SCORES: tl.constexpr):
     """Scores in base 2, and what `differentiate_scores` takes: those before a program, or the derivative of the cap."""
+    factors, _, captured = score
     scores = qk * factors[0]
     kept = scores
     if SCORES is not None:
         scores = SCORES(kept, *place, visible, captured) * factors[1]
-    elif HAS_SOFTCAP:
+    elif S.has_softcap:
         tanh = 2 * tl.sigmoid(2 * scores) - 1
         scores = tanh * factors[1]
         kept = 1 - tanh * tanh
@@ -185,13 +185,11 @@ def change_scores(
 
 
 @triton.jit
-def differentiate_scores(
-    g, kept, place, visible, captured, HAS_SOFTCAP: tl.constexpr, SLOPES: tl.constexpr
-):
+def differentiate_scores(g, kept, place, visible, score, S: tl.constexpr, SLOPES: tl.constexpr):
     """The gradient of `qk * softmax_scale` from `g`, that of the changed scores."""
     if SLOPES is not None:
-        g = SLOPES(g, kept, *place, visible, captured)
-    elif HAS_SOFTCAP:
+        g = SLOPES(g, kept, *place, visible, score[2])
+    elif S.has_softcap:
         g *= kept
     return g
 
@@ -205,41 +203,47 @@ def finite_lse(lse, SCORES: tl.constexpr):
 
 
 @triton.jit
+def zeros(ROWS: tl.constexpr, COLS: tl.constexpr = None):
+    return tl.zeros([ROWS] if COLS is None else [ROWS, COLS], tl.float32)
+
+
+@triton.jit
+def begin_tile(walk, nheads):
+    """The tile of this program, the number of its head, and the rows of the tile."""
+    tile = walk[0] + (tl.program_id(0) // nheads) * TILE_FIELDS
+    head = (tl.program_id(0) % nheads).to(tl.int64)
+    return tile, head, tl.load(tile), tl.load(tile + 1)
+
+
+@triton.jit
 def attend_block(
-    acc,
-    row_sum,
-    row_max,
+    state,
     q,
     k_rows,
     v_rows,
     col,
     interval,
     queries,
-    factors,
-    bits_ptr,
-    numbering,
-    captured,
-    BLOCK_COLS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BITS: tl.constexpr,
+    score,
+    walk,
+    S: tl.constexpr,
     IS_MASKED: tl.constexpr,
     SCORES: tl.constexpr,
 ):
     """One step of online softmax: the rows of the tile meet the keys from `col` on."""
-    cols = col + tl.arange(0, BLOCK_COLS)
+    acc, row_sum, row_max = state
+    cols = col + tl.arange(0, S.block_cols)
     live = cols < interval[2]
     visible = None
     if SCORES is not None:
-        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, False)
-    k = load_rows(k_rows, col, live, BLOCK_COLS, DIM, q.shape[1], IS_MASKED)
+        visible = is_visible(cols, interval, walk, S, False)
+    k = load_rows(k_rows, col, live, S.block_cols, S.dim, q.shape[1], IS_MASKED)
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     b, h, query = queries
-    place = b, h, query, keys_of(cols[None, :], numbering)
-    scores, _ = change_scores(qk, place, visible, factors, captured, HAS_SOFTCAP, SCORES)
+    place = b, h, query, keys_of(cols[None, :], score[1])
+    scores, _ = change_scores(qk, place, visible, score, S, SCORES)
     if IS_MASKED:
-        scores = hide(scores, -float("inf"), visible, cols, interval, bits_ptr, HAS_BITS, False)
+        scores = hide(scores, -float("inf"), visible, cols, interval, walk, S, False)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     finite_max = new_max
     if IS_MASKED:
@@ -248,7 +252,7 @@ def attend_block(
     p = tl.exp2(scores - finite_max[:, None])
     rescale = tl.exp2(row_max - finite_max)
     row_sum = row_sum * rescale + tl.sum(p, 1)
-    v = load_rows(v_rows, col, live, BLOCK_COLS, DIM_V, acc.shape[1], IS_MASKED)
+    v = load_rows(v_rows, col, live, S.block_cols, S.dim_v, acc.shape[1], IS_MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_sum, new_max
 
@@ -262,92 +266,53 @@ def update_max_scores(pointers, max_scores, live):
 
 @triton.jit(do_not_specialize=["total_q"])
 def forward_kernel(
-    q_ptr,
-    q_strides,
-    k_ptr,
-    k_strides,
-    v_ptr,
-    v_strides,
-    out_ptr,
-    out_strides,
+    q,
+    k,
+    v,
+    out,
     lse_ptr,
     max_scores_ptr,
-    tiles_ptr,
-    runs_ptr,
-    edges_ptr,
-    bits_ptr,
+    walk,
     total_q,
     nheads_q,
     qhead_per_kvhead,
-    factors,
-    numbering,
-    captured,
-    TILE_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    PADDED_DIM_V: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BITS: tl.constexpr,
+    score,
+    S: tl.constexpr,
     SCORES: tl.constexpr,
     HAS_MAX_SCORES: tl.constexpr,
 ):
     """out and lse of one q tile and head, and its largest scores; the heads of a tile run together,
     to share K and V."""
-    tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
-    head = (tl.program_id(0) % nheads_q).to(tl.int64)
-    kv_head = head // qhead_per_kvhead
-    row_begin = tl.load(tile)
-    row_end = tl.load(tile + 1)
+    tile, head, row_begin, row_end = begin_tile(walk, nheads_q)
     if row_begin == row_end:
         return
 
-    rows = row_begin + tl.arange(0, TILE_ROWS)
+    rows = row_begin + tl.arange(0, S.tile_rows)
     live = rows < row_end
-    queries = queries_of(rows[:, None], head, numbering)
+    queries = queries_of(rows[:, None], head, score[1])
     all_masked: tl.constexpr = SCORES is not None
-    q_rows = q_ptr + head * q_strides[1], q_strides
-    k_rows = k_ptr + kv_head * k_strides[1], k_strides
-    v_rows = v_ptr + kv_head * v_strides[1], v_strides
-    q = load_rows(q_rows, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
-    acc = tl.zeros([TILE_ROWS, PADDED_DIM_V], tl.float32)
-    row_sum = tl.zeros([TILE_ROWS], tl.float32)
-    row_max = tl.full([TILE_ROWS], -float("inf"), tl.float32)
+    kv_head = head // qhead_per_kvhead
+    k_rows, v_rows = of_head(k, kv_head), of_head(v, kv_head)
+    q_block = load_rows(of_head(q, head), row_begin, live, S.tile_rows, S.dim, S.padded_dim, True)
+    acc = zeros(S.tile_rows, S.padded_dim_v)
+    row_sum = zeros(S.tile_rows)
+    row_max = row_sum - float("inf")
 
     for index in range(tl.load(tile + 2), tl.load(tile + 3)):
-        run = runs_ptr + index * RUN_FIELDS
-        interval = row_interval(run, edges_ptr, rows)
+        run, interval = row_interval(walk, index, rows)
         for is_masked in tl.static_range(all_masked, 2):
             for block in range(count_blocks(run, is_masked, all_masked)):
+                col = block_start(run, block, S, is_masked, all_masked)
+                state = acc, row_sum, row_max
+                operands = q_block, k_rows, v_rows
                 acc, row_sum, row_max = attend_block(
-                    acc,
-                    row_sum,
-                    row_max,
-                    q,
-                    k_rows,
-                    v_rows,
-                    block_start(run, block, BLOCK_COLS, is_masked, all_masked),
-                    interval,
-                    queries,
-                    factors,
-                    bits_ptr,
-                    numbering,
-                    captured,
-                    BLOCK_COLS,
-                    DIM,
-                    DIM_V,
-                    HAS_SOFTCAP,
-                    HAS_BITS,
-                    is_masked,
-                    SCORES,
+                    state, *operands, col, interval, queries, score, walk, S, is_masked, SCORES
                 )
 
     sees_nothing = row_sum == 0.0
-    out = acc / tl.where(sees_nothing, 1.0, row_sum)[:, None]
+    value = acc / tl.where(sees_nothing, 1.0, row_sum)[:, None]
     lse = tl.where(sees_nothing, -float("inf"), (row_max + tl.log2(row_sum)) * LN_2)
-    out_rows = out_ptr + head * out_strides[1], out_strides
-    store_rows(out_rows, row_begin, live, out, DIM_V)
+    store_rows(of_head(out, head), row_begin, live, value, S.dim_v)
     tl.store(lse_ptr + head * total_q + rows, lse, mask=live)
     if HAS_MAX_SCORES:
         update_max_scores(max_scores_ptr + head * total_q + rows, row_max * LN_2, live)
@@ -355,12 +320,9 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["total_q"])
 def delta_kernel(
-    out_ptr,
-    out_strides,
-    dout_ptr,
-    dout_strides,
-    dlse_ptr,
-    dlse_strides,
+    out,
+    dout,
+    dlse,
     delta_ptr,
     total_q,
     nheads_q,
@@ -374,14 +336,13 @@ def delta_kernel(
     row = (tl.program_id(0) // nheads_q) * ROWS
     rows = row + tl.arange(0, ROWS)
     live = rows < total_q
-    out_rows = out_ptr + head * out_strides[1], out_strides
-    dout_rows = dout_ptr + head * dout_strides[1], dout_strides
-    out = load_rows(out_rows, row, live, ROWS, DIM_V, PADDED_DIM_V, True)
-    dout = load_rows(dout_rows, row, live, ROWS, DIM_V, PADDED_DIM_V, True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    value = load_rows(of_head(out, head), row, live, ROWS, DIM_V, PADDED_DIM_V, True)
+    gradient = load_rows(of_head(dout, head), row, live, ROWS, DIM_V, PADDED_DIM_V, True)
+    delta = tl.sum(value.to(tl.float32) * gradient.to(tl.float32), 1)
     if HAS_DLSE:
-        dlse = dlse_ptr + head * dlse_strides[0] + rows.to(tl.int64) * dlse_strides[1]
-        delta -= tl.load(dlse, mask=live, other=0.0)
+        dlse_ptr, dlse_strides = dlse
+        pointers = dlse_ptr + head * dlse_strides[0] + rows.to(tl.int64) * dlse_strides[1]
+        delta -= tl.load(pointers, mask=live, other=0.0)
     tl.store(delta_ptr + head * total_q + rows, delta, mask=live)
 
 
@@ -397,16 +358,10 @@ def dq_block(
     col,
     interval,
     queries,
-    factors,
-    bits_ptr,
-    numbering,
-    captured,
+    score,
     totals,
-    BLOCK_COLS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BITS: tl.constexpr,
+    walk,
+    S: tl.constexpr,
     IS_MASKED: tl.constexpr,
     SCORES: tl.constexpr,
     SLOPES: tl.constexpr,
@@ -414,124 +369,80 @@ def dq_block(
 ):
     """Adds what the keys from `col` on give to dq, less its factor softmax_scale,
     and to the gradients of captured tensors."""
-    cols = col + tl.arange(0, BLOCK_COLS)
+    cols = col + tl.arange(0, S.block_cols)
     live = cols < interval[2]
     visible = None
     if SCORES is not None:
-        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, False)
-    k = load_rows(k_rows, col, live, BLOCK_COLS, DIM, q.shape[1], IS_MASKED)
-    v = load_rows(v_rows, col, live, BLOCK_COLS, DIM_V, dout.shape[1], IS_MASKED)
+        visible = is_visible(cols, interval, walk, S, False)
+    k = load_rows(k_rows, col, live, S.block_cols, S.dim, q.shape[1], IS_MASKED)
+    v = load_rows(v_rows, col, live, S.block_cols, S.dim_v, dout.shape[1], IS_MASKED)
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
     b, h, query = queries
-    place = b, h, query, keys_of(cols[None, :], numbering)
-    scores, kept = change_scores(qk, place, visible, factors, captured, HAS_SOFTCAP, SCORES)
+    place = b, h, query, keys_of(cols[None, :], score[1])
+    scores, kept = change_scores(qk, place, visible, score, S, SCORES)
     g = tl.exp2(scores - (lse * LOG2_E)[:, None]) * (dp - delta[:, None])
     if ADD_GRADIENTS is not None:
-        ADD_GRADIENTS(totals, g, kept, *place, visible, captured)
-    dscores = differentiate_scores(g, kept, place, visible, captured, HAS_SOFTCAP, SLOPES)
+        ADD_GRADIENTS(totals, g, kept, *place, visible, score[2])
+    dscores = differentiate_scores(g, kept, place, visible, score, S, SLOPES)
     if IS_MASKED:
-        dscores = hide(dscores, 0.0, visible, cols, interval, bits_ptr, HAS_BITS, False)
+        dscores = hide(dscores, 0.0, visible, cols, interval, walk, S, False)
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["total_q"])
 def dq_kernel(
-    q_ptr,
-    q_strides,
-    k_ptr,
-    k_strides,
-    v_ptr,
-    v_strides,
-    dout_ptr,
-    dout_strides,
+    q,
+    k,
+    v,
+    dout,
     lse_ptr,
     delta_ptr,
-    dq_ptr,
-    dq_strides,
-    tiles_ptr,
-    runs_ptr,
-    edges_ptr,
-    bits_ptr,
+    dq,
+    walk,
     total_q,
     nheads_q,
     qhead_per_kvhead,
     softmax_scale,
-    factors,
-    numbering,
-    captured,
+    score,
     totals,
-    TILE_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    PADDED_DIM_V: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BITS: tl.constexpr,
+    S: tl.constexpr,
     SCORES: tl.constexpr,
     SLOPES: tl.constexpr,
     ADD_GRADIENTS: tl.constexpr,
 ):
     """dq of one q tile and head, and what its pairs give to the gradients of captured tensors, `totals`."""
-    tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
-    head = (tl.program_id(0) % nheads_q).to(tl.int64)
-    kv_head = head // qhead_per_kvhead
-    row_begin = tl.load(tile)
-    row_end = tl.load(tile + 1)
+    tile, head, row_begin, row_end = begin_tile(walk, nheads_q)
     if row_begin == row_end:
         return
 
-    rows = row_begin + tl.arange(0, TILE_ROWS)
+    rows = row_begin + tl.arange(0, S.tile_rows)
     live = rows < row_end
-    queries = queries_of(rows[:, None], head, numbering)
+    queries = queries_of(rows[:, None], head, score[1])
     all_masked: tl.constexpr = SCORES is not None
-    q_rows = q_ptr + head * q_strides[1], q_strides
-    dout_rows = dout_ptr + head * dout_strides[1], dout_strides
-    k_rows = k_ptr + kv_head * k_strides[1], k_strides
-    v_rows = v_ptr + kv_head * v_strides[1], v_strides
-    q = load_rows(q_rows, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
-    dout = load_rows(dout_rows, row_begin, live, TILE_ROWS, DIM_V, PADDED_DIM_V, True)
+    kv_head = head // qhead_per_kvhead
+    k_rows, v_rows = of_head(k, kv_head), of_head(v, kv_head)
+    q_block = load_rows(of_head(q, head), row_begin, live, S.tile_rows, S.dim, S.padded_dim, True)
+    dout_block = load_rows(
+        of_head(dout, head), row_begin, live, S.tile_rows, S.dim_v, S.padded_dim_v, True
+    )
     lse = tl.load(lse_ptr + head * total_q + rows, mask=live, other=0.0)
     lse = finite_lse(lse, SCORES)
     delta = tl.load(delta_ptr + head * total_q + rows, mask=live, other=0.0)
-    dq = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    sums = zeros(S.tile_rows, S.padded_dim)
 
     for index in range(tl.load(tile + 2), tl.load(tile + 3)):
-        run = runs_ptr + index * RUN_FIELDS
-        interval = row_interval(run, edges_ptr, rows)
+        run, interval = row_interval(walk, index, rows)
         for is_masked in tl.static_range(all_masked, 2):
             for block in range(count_blocks(run, is_masked, all_masked)):
-                dq = dq_block(
-                    dq,
-                    q,
-                    dout,
-                    lse,
-                    delta,
-                    k_rows,
-                    v_rows,
-                    block_start(run, block, BLOCK_COLS, is_masked, all_masked),
-                    interval,
-                    queries,
-                    factors,
-                    bits_ptr,
-                    numbering,
-                    captured,
-                    totals,
-                    BLOCK_COLS,
-                    DIM,
-                    DIM_V,
-                    HAS_SOFTCAP,
-                    HAS_BITS,
-                    is_masked,
-                    SCORES,
-                    SLOPES,
-                    ADD_GRADIENTS,
+                col = block_start(run, block, S, is_masked, all_masked)
+                operands = q_block, dout_block, lse, delta, k_rows, v_rows
+                place = col, interval, queries, score, totals, walk
+                sums = dq_block(
+                    sums, *operands, *place, S, is_masked, SCORES, SLOPES, ADD_GRADIENTS
                 )
 
-    dq *= softmax_scale
-    dq_rows = dq_ptr + head * dq_strides[1], dq_strides
-    store_rows(dq_rows, row_begin, live, dq, DIM)
+    store_rows(of_head(dq, head), row_begin, live, sums * softmax_scale, S.dim)
 
 
 @triton.jit
@@ -548,15 +459,9 @@ def dkdv_block(
     interval,
     head,
     keys,
-    factors,
-    bits_ptr,
-    numbering,
-    captured,
-    BLOCK_COLS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BITS: tl.constexpr,
+    score,
+    walk,
+    S: tl.constexpr,
     IS_MASKED: tl.constexpr,
     SCORES: tl.constexpr,
     SLOPES: tl.constexpr,
@@ -565,13 +470,13 @@ def dkdv_block(
 
     As in the k walk of a plan, keys are the rows and queries the columns of the scores.
     """
-    cols = col + tl.arange(0, BLOCK_COLS)
+    cols = col + tl.arange(0, S.block_cols)
     live = cols < interval[2]
     visible = None
     if SCORES is not None:
-        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, True)
-    q = load_rows(q_rows, col, live, BLOCK_COLS, DIM, k.shape[1], IS_MASKED)
-    dout = load_rows(dout_rows, col, live, BLOCK_COLS, DIM_V, v.shape[1], IS_MASKED)
+        visible = is_visible(cols, interval, walk, S, True)
+    q = load_rows(q_rows, col, live, S.block_cols, S.dim, k.shape[1], IS_MASKED)
+    dout = load_rows(dout_rows, col, live, S.block_cols, S.dim_v, v.shape[1], IS_MASKED)
     if IS_MASKED:
         lse = tl.load(lse_base + cols, mask=live, other=0.0)
         delta = tl.load(delta_base + cols, mask=live, other=0.0)
@@ -580,16 +485,16 @@ def dkdv_block(
         delta = tl.load(delta_base + cols)
     lse = finite_lse(lse, SCORES)
     kq = tl.dot(k, tl.trans(q), input_precision="ieee")
-    b, h, query = queries_of(cols[None, :], head, numbering)
+    b, h, query = queries_of(cols[None, :], head, score[1])
     place = b, h, query, keys
-    scores, kept = change_scores(kq, place, visible, factors, captured, HAS_SOFTCAP, SCORES)
+    scores, kept = change_scores(kq, place, visible, score, S, SCORES)
     p = tl.exp2(scores - (lse * LOG2_E)[None, :])
     if IS_MASKED:
-        p = hide(p, 0.0, visible, cols, interval, bits_ptr, HAS_BITS, True)
+        p = hide(p, 0.0, visible, cols, interval, walk, S, True)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
     dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
     g = p * (dp - delta[None, :])
-    dscores = differentiate_scores(g, kept, place, visible, captured, HAS_SOFTCAP, SLOPES)
+    dscores = differentiate_scores(g, kept, place, visible, score, S, SLOPES)
     if SLOPES is not None:
         dscores = tl.where(visible, dscores, 0.0)  # a program may give nan of a hidden pair
     dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
@@ -598,99 +503,70 @@ def dkdv_block(
 
 @triton.jit(do_not_specialize=["total_q"])
 def dkdv_kernel(
-    q_ptr,
-    q_strides,
-    k_ptr,
-    k_strides,
-    v_ptr,
-    v_strides,
-    dout_ptr,
-    dout_strides,
+    q,
+    k,
+    v,
+    dout,
     lse_ptr,
     delta_ptr,
-    dk_ptr,
-    dk_strides,
-    dv_ptr,
-    dv_strides,
-    tiles_ptr,
-    runs_ptr,
-    edges_ptr,
-    bits_ptr,
+    dk,
+    dv,
+    walk,
     total_q,
     nheads_kv,
     qhead_per_kvhead,
     softmax_scale,
-    factors,
-    numbering,
-    captured,
-    TILE_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    PADDED_DIM_V: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BITS: tl.constexpr,
+    score,
+    S: tl.constexpr,
     SCORES: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
     """dk and dv of one k tile and kv head; the sum over its q heads stays in registers."""
-    tile = tiles_ptr + (tl.program_id(0) // nheads_kv) * TILE_FIELDS
-    kv_head = (tl.program_id(0) % nheads_kv).to(tl.int64)
-    row_begin = tl.load(tile)
-    row_end = tl.load(tile + 1)
+    tile, kv_head, row_begin, row_end = begin_tile(walk, nheads_kv)
     if row_begin == row_end:
         return
 
-    rows = row_begin + tl.arange(0, TILE_ROWS)
+    rows = row_begin + tl.arange(0, S.tile_rows)
     live = rows < row_end
-    keys = keys_of(rows[:, None], numbering)
+    keys = keys_of(rows[:, None], score[1])
     all_masked: tl.constexpr = SCORES is not None
-    k_rows = k_ptr + kv_head * k_strides[1], k_strides
-    v_rows = v_ptr + kv_head * v_strides[1], v_strides
-    k = load_rows(k_rows, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
-    v = load_rows(v_rows, row_begin, live, TILE_ROWS, DIM_V, PADDED_DIM_V, True)
-    dk = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
-    dv = tl.zeros([TILE_ROWS, PADDED_DIM_V], tl.float32)
+    k_block = load_rows(
+        of_head(k, kv_head), row_begin, live, S.tile_rows, S.dim, S.padded_dim, True
+    )
+    v_block = load_rows(
+        of_head(v, kv_head), row_begin, live, S.tile_rows, S.dim_v, S.padded_dim_v, True
+    )
+    dk_sums = zeros(S.tile_rows, S.padded_dim)
+    dv_sums = zeros(S.tile_rows, S.padded_dim_v)
 
     run_begin = tl.load(tile + 2)
     run_end = tl.load(tile + 3)
     for head_in_group in range(qhead_per_kvhead):
         head = kv_head * qhead_per_kvhead + head_in_group
+        of_rows = (
+            of_head(q, head),
+            of_head(dout, head),
+            lse_ptr + head * total_q,
+            delta_ptr + head * total_q,
+        )
         for index in range(run_begin, run_end):
-            run = runs_ptr + index * RUN_FIELDS
-            interval = row_interval(run, edges_ptr, rows)
+            run, interval = row_interval(walk, index, rows)
             for is_masked in tl.static_range(all_masked, 2):
                 for block in range(count_blocks(run, is_masked, all_masked)):
-                    dk, dv = dkdv_block(
-                        dk,
-                        dv,
-                        k,
-                        v,
-                        (q_ptr + head * q_strides[1], q_strides),
-                        (dout_ptr + head * dout_strides[1], dout_strides),
-                        lse_ptr + head * total_q,
-                        delta_ptr + head * total_q,
-                        block_start(run, block, BLOCK_COLS, is_masked, all_masked),
-                        interval,
-                        head,
-                        keys,
-                        factors,
-                        bits_ptr,
-                        numbering,
-                        captured,
-                        BLOCK_COLS,
-                        DIM,
-                        DIM_V,
-                        HAS_SOFTCAP,
-                        HAS_BITS,
+                    col = block_start(run, block, S, is_masked, all_masked)
+                    place = col, interval, head, keys, score, walk
+                    dk_sums, dv_sums = dkdv_block(
+                        dk_sums,
+                        dv_sums,
+                        k_block,
+                        v_block,
+                        *of_rows,
+                        *place,
+                        S,
                         is_masked,
                         SCORES,
                         SLOPES,
                     )
 
-    dk *= softmax_scale
-    dk_rows = dk_ptr + kv_head * dk_strides[1], dk_strides
-    store_rows(dk_rows, row_begin, live, dk, DIM)
-    dv_rows = dv_ptr + kv_head * dv_strides[1], dv_strides
-    store_rows(dv_rows, row_begin, live, dv, DIM_V)
+    store_rows(of_head(dk, kv_head), row_begin, live, dk_sums * softmax_scale, S.dim)
+    store_rows(of_head(dv, kv_head), row_begin, live, dv_sums, S.dim_v)

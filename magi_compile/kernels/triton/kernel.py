@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,16 +26,36 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan import Plan
-from magi_compile.kernels.scored import refusals_of_atomics, refuse_atomics
+from magi_compile.kernels.scored import ScoreNeeds, refusals_of_atomics, refuse_atomics
 from magi_compile.kernels.triton.score_expressions import NoTritonCode
 from magi_compile.kernels.triton.score_source import score_arguments, score_source
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import Walk, build_tile_plan
-from magi_compile.score.program import ScoreCall, ScoreProgram
+from magi_compile.score.program import ScoreCall
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_ARCH = (8, 0)
 MAX_HEAD_DIM = 256
+
+
+class Sizes(NamedTuple):
+    """The constants that a kernel is compiled for; one and the same name for each on the host and on the device."""
+
+    tile_rows: int
+    block_cols: int
+    dim: int
+    padded_dim: int
+    dim_v: int
+    padded_dim_v: int
+    has_softcap: bool
+    has_bits: bool
+
+
+def sizes_of(problem: AttnProblem, tile_rows: int, block_cols: int) -> Sizes:
+    """The constants of a kernel whose tiles have `tile_rows` and whose blocks have `block_cols`."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    of_heads = (dim, _padded(dim), dim_v, _padded(dim_v))
+    return Sizes(tile_rows, block_cols, *of_heads, problem.softcap != 0.0, problem.has_bits)
 
 
 class TritonKernel:
@@ -101,19 +121,11 @@ class TritonKernel:
             with torch.cuda.device_of(q):
                 _device_code().forward_kernel[(len(walk.tiles) * nheads_q,)](
                     *_with_strides(q, k, v, out),
-                    lse,
-                    lse if max_scores is None else max_scores,
-                    *_walk(walk, slices),
-                    total_q,
-                    nheads_q,
-                    problem.qhead_per_kvhead,
-                    _score_factors(problem),
-                    program.numbering,
-                    program.captured,
+                    *(lse, lse if max_scores is None else max_scores, _walk(walk, slices)),
+                    *(total_q, nheads_q, problem.qhead_per_kvhead),
+                    (_score_factors(problem), program.numbering, program.captured),
+                    S=sizes_of(problem, config.q_tile_rows, config.q_block_cols),
                     SCORES=program.functions.scores,
-                    TILE_ROWS=config.q_tile_rows,
-                    BLOCK_COLS=config.q_block_cols,
-                    **_constants(problem, slices),
                     HAS_MAX_SCORES=max_scores is not None,
                     **config.forward._asdict(),
                 )
@@ -139,60 +151,36 @@ class TritonKernel:
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         with torch.cuda.device_of(q):
             tensors = (*_with_strides(q, k, v, dout), lse.contiguous(), _delta(out, dout, dlse))
-            scores = (
-                *(problem.qhead_per_kvhead, problem.softmax_scale, _score_factors(problem)),
-                *(program.numbering, program.captured),
-            )
+            rest = (problem.qhead_per_kvhead, problem.softmax_scale)
+            scores = (_score_factors(problem), program.numbering, program.captured)
             functions = {"SCORES": program.functions.scores, "SLOPES": program.functions.slopes}
             if dq.numel():
                 _device_code().dq_kernel[(len(q_walk.tiles) * problem.nheads_q,)](
-                    *tensors,
-                    *_with_strides(dq),
-                    *_walk(q_walk, slices),
-                    q.shape[0],
-                    problem.nheads_q,
-                    *scores,
-                    program.totals,
+                    *(*tensors, *_with_strides(dq), _walk(q_walk, slices)),
+                    *(q.shape[0], problem.nheads_q, *rest, scores, program.totals),
+                    S=sizes_of(problem, config.q_tile_rows, config.q_block_cols),
                     **functions,
                     ADD_GRADIENTS=program.functions.add_gradients,
-                    TILE_ROWS=config.q_tile_rows,
-                    BLOCK_COLS=config.q_block_cols,
-                    **_constants(problem, slices),
                     **config.dq._asdict(),
                 )
             if dk.numel():
                 _device_code().dkdv_kernel[(len(k_walk.tiles) * problem.nheads_kv,)](
-                    *tensors,
-                    *_with_strides(dk, dv),
-                    *_walk(k_walk, slices),
-                    q.shape[0],
-                    problem.nheads_kv,
-                    *scores,
+                    *(*tensors, *_with_strides(dk, dv), _walk(k_walk, slices)),
+                    *(q.shape[0], problem.nheads_kv, *rest, scores),
+                    S=sizes_of(problem, config.k_tile_rows, config.k_block_cols),
                     **functions,
-                    TILE_ROWS=config.k_tile_rows,
-                    BLOCK_COLS=config.k_block_cols,
-                    **_constants(problem, slices),
                     **config.dkdv._asdict(),
                 )
         return BackwardOutput(dq, dk, dv)
 
-    def table_refusals(
-        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
-    ) -> list[str]:
-        return refusals_of_atomics()
-
-    def score_refusals(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-    ) -> list[str]:
+    def score_refusals(self, problem: AttnProblem, needs: ScoreNeeds) -> list[str]:
+        program, dtypes, ranks, wants_table_gradients = needs
+        reasons = []
         try:
             score_source(program.text, dtypes, ranks, program.differentiable_tables)
         except NoTritonCode as error:
-            return [f"has no code for the score_mod: {error}"]
-        return []
+            reasons = [f"has no code for the score_mod: {error}"]
+        return [*reasons, *(refusals_of_atomics() if wants_table_gradients else [])]
 
 
 def _device_code() -> ModuleType:
@@ -216,9 +204,7 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         num_tiles = -(-total_q // DELTA_ROWS)
         _device_code().delta_kernel[(num_tiles * nheads_q,)](
             *_with_strides(out, dout, delta if dlse is None else dlse),
-            delta,
-            total_q,
-            nheads_q,
+            *(delta, total_q, nheads_q),
             ROWS=DELTA_ROWS,
             DIM_V=head_dim_v,
             PADDED_DIM_V=_padded(head_dim_v),
@@ -227,9 +213,9 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return delta
 
 
-def _with_strides(*tensors: Tensor) -> list[Any]:
-    """Each tensor, followed by its strides."""
-    return [argument for tensor in tensors for argument in (tensor, tensor.stride())]
+def _with_strides(*tensors: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Each tensor with its strides."""
+    return [(tensor, tensor.stride()) for tensor in tensors]
 
 
 def _padded(head_dim: int) -> int:
@@ -245,14 +231,3 @@ def _score_factors(problem: AttnProblem) -> tuple[float, float]:
     if problem.softcap:
         return problem.softmax_scale / problem.softcap, problem.softcap * log2_e
     return problem.softmax_scale * log2_e, 1.0
-
-
-def _constants(problem: AttnProblem, slices: AttnSlices | None) -> dict[str, Any]:
-    return {
-        "DIM": problem.head_dim,
-        "PADDED_DIM": _padded(problem.head_dim),
-        "DIM_V": problem.head_dim_v,
-        "PADDED_DIM_V": _padded(problem.head_dim_v),
-        "HAS_SOFTCAP": problem.softcap != 0.0,
-        "HAS_BITS": slices is not None and slices.bits is not None,
-    }

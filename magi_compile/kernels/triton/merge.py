@@ -70,13 +70,7 @@ def merge(
     if out.numel():
         with torch.cuda.device_of(out):
             merge_kernel[(triton.cdiv(num_rows, ROWS), nheads)](
-                outs,
-                lses,
-                out,
-                lse,
-                num_rows,
-                nheads,
-                head_dim,
+                *(outs, lses, out, lse, num_rows, nheads, head_dim),
                 NUM_PARTIALS=len(outs),
                 ROWS=ROWS,
                 DIM=triton.next_power_of_2(head_dim),

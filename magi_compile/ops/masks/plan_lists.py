@@ -15,7 +15,8 @@ from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem, CompiledKernel
 from magi_compile.kernels.mapped import MappedKernel, block_map_of, fake_plan_of_lists
 from magi_compile.kernels.plan import Plan, pack
-from magi_compile.kernels.select import ScoreNeeds, select_for_lists
+from magi_compile.kernels.scored import ScoreNeeds
+from magi_compile.kernels.select import select_for_lists
 from magi_compile.masks.block_mask import beside_lists, reached_by
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops.library import chosen_for

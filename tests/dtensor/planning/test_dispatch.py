@@ -70,7 +70,7 @@ def every_assignment(num_chunks, cp_size):
     yield from deal(list(range(num_chunks)))
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize(("cp_size", "chunk_size"), [(2, 16), (3, 22)])
 @pytest.mark.parametrize(
     "case",
     [
@@ -83,13 +83,13 @@ def every_assignment(num_chunks, cp_size):
     ],
     ids=lambda case: case.name,
 )
-def test_small_sizes_against_the_optimum(case, cp_size):
-    chunk_size = 16
+def test_small_sizes_against_the_optimum(case, cp_size, chunk_size):
     slices = case.slices()
-    table = ChunkTable.of(slices, chunk_size, 12)
+    num_chunks = -(-192 // (cp_size * chunk_size)) * cp_size
+    table = ChunkTable.of(slices, chunk_size, num_chunks)
     cost = CostModel(seconds_per_area=1.0, seconds_per_row=8.0)
     plan = dispatch(slices, cp_size, chunk_size=chunk_size, cost=cost)
-    optimum = min(rank_loads(table, a).seconds(cost) for a in every_assignment(12, cp_size))
+    optimum = min(rank_loads(table, a).seconds(cost) for a in every_assignment(num_chunks, cp_size))
     assert rank_loads(table, plan.chunks).seconds(cost) <= 1.1 * optimum
 
 

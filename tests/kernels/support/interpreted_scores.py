@@ -10,6 +10,7 @@ from triton.runtime import interpreter
 
 from magi_compile import AttnSlices
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
+from magi_compile.kernels.scored import ScoreNeeds
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.block_mask import convert_any_block_mask
 from magi_compile.masks.evaluation.bit_blocks import Heads
@@ -58,7 +59,7 @@ def run(case, slices, deterministic=False):
     captures, tensors = case.tensors(), qkv()
     program, tables = trace_score_program(case.make(*captures), CPU)
     score = ScoreCall(program, [x.detach() for x in tables], [], SEQLEN, SEQLEN)
-    dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
+    dtypes, ranks = tuple(x.dtype for x in tables), tuple(x.dim() for x in tables)
     heads = (HEADS, HEADS_KV, DIM, DIM)
     problem = AttnProblem(
         "cpu",
@@ -69,7 +70,8 @@ def run(case, slices, deterministic=False):
         has_bits=slices.bits is not None,
         has_score=True,
     )
-    assert kernel.score_refusals(problem, program, dtypes, ranks) == []
+    needs = ScoreNeeds(program, dtypes, ranks, wants_table_gradients=False)
+    assert kernel.score_refusals(problem, needs) == []
     plan = kernel.plan(slices, problem)
     q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in tensors)
     out, lse = kernel.forward(q, k, v, slices, plan, problem, score=score)
@@ -101,7 +103,17 @@ def check(case, mask_mod):
     assert_as_good_as_plain(ours, case.make, tensors, captures, visible)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Others below run these, or less of what others here do.
+ELSEWHERE = ("alibi", "computed_alibi", "relative", "clamp")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, id=x.name, marks=pytest.mark.slow if x.name in ELSEWHERE else ())
+        for x in CASES
+    ],
+)
 def test_values_and_gradients(case):
     check(case, causal)
 

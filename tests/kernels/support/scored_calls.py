@@ -14,6 +14,7 @@ from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.score.program import ScoreCall
 from magi_compile.score.read import trace_score_program
 from tests.score.score_mods import SEQLEN, assert_as_good_as_plain, results
+from tests.score.score_mods import dense as attend_densely
 
 BATCH, NHEADS, NHEADS_KV = 2, 4, 2  # those that the captured tensors of CASES are made for
 
@@ -78,7 +79,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, call, *tables):
         ctx.call, ctx.shapes = call, (q.shape, k.shape)
         packed = [call.packed(x) for x in (q, k, v)]
-        out, lse = call.forward(*packed)
+        out, lse = call.forward(*packed) if call.exact is None else call.of_dense(q, k, v)
         ctx.save_for_backward(*packed, out, lse)
         return call.unpacked(out, q.shape), call.unpacked(lse.t()[..., None], q.shape)[..., 0]
 
@@ -100,8 +101,9 @@ class Attention(torch.autograd.Function):
 
 
 class Call:
-    def __init__(self, kernel, make, captures, mask, shape, dtype, deterministic=False):
-        self.kernel, self.mask, self.deterministic = kernel, mask, deterministic
+    def __init__(self, kernel, make, captures, mask, shape, dtype, deterministic=False, exact=None):
+        """`exact(q, k, v)` stands for the kernel's forward."""
+        self.kernel, self.mask, self.deterministic, self.exact = kernel, mask, deterministic, exact
         self.batch, self.seqlen, head_dim, head_dim_v = shape
         nheads = (1, 1) if mask.is_by_head else (NHEADS, NHEADS_KV)
         self.problem = AttnProblem(
@@ -134,6 +136,10 @@ class Call:
             *(q, k, v, self.slices, self.plan, self.problem), score=self.score
         )
 
+    def of_dense(self, q, k, v):
+        out, lse = self.exact(*(x.double() for x in (q, k, v)))
+        return self.packed(out.to(q.dtype)), self.packed(lse[..., None])[..., 0].t().float()
+
     def backward(self, grads, saved, sums):
         score = self.score._replace(sums=sums)
         given = (grads, saved, self.slices, self.plan, self.problem)
@@ -150,10 +156,12 @@ def check(
     head_dim=64,
     head_dim_v=None,
     dtype=torch.bfloat16,
+    has_forward=True,
     **how,
 ):
     """Values and gradients of `case`, those of its captured tensors too unless `learns` is False; these are of `dtype`
-    too, or of `table_dtype`. `dense` makes its score_mod for dense attention, where that is another one."""
+    too, or of `table_dtype`. `dense` makes its score_mod for dense attention, where that is another one. Without
+    `has_forward` the backward gets what dense attention saves."""
     captures = case.tensors(how.pop("table_dtype", dtype))
     dense = how.pop("dense", case.make)
     if not how.pop("learns", True):
@@ -165,11 +173,15 @@ def check(
         for heads, columns in ((NHEADS, dims[0]), (NHEADS_KV, dims[0]), (NHEADS_KV, dims[1]))
     ]
 
+    visible = mask.dense(batch, seqlen)
+    if not has_forward:
+        constants = [x.detach().double() if x.is_floating_point() else x for x in captures]
+        how["exact"] = lambda *qkv: attend_densely(*qkv, dense(*constants), visible)
+
     def attend(q, k, v):
         call = Call(kernel, case.make, captures, mask, (batch, seqlen, *dims), dtype, **how)
         return Attention.apply(q, k, v, call, *call.tables)
 
     ours = results(attend, tensors, captures)
-    visible = mask.dense(batch, seqlen)
     assert_as_good_as_plain(ours, dense, tensors, captures, visible)
     return ours

@@ -9,6 +9,7 @@ import torch
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import triton_config
+from magi_compile.kernels.triton.kernel import sizes_of
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -16,15 +17,8 @@ from triton.compiler import ASTSource  # noqa: E402
 
 SHARED_MEMORY = {(8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10}
 IS_ALIGNED = [["tt.divisibility", 16]]
-POINTERS = {
-    "tiles_ptr": "*i32",
-    "runs_ptr": "*i32",
-    "edges_ptr": "*i32",
-    "bits_ptr": "*i32",
-    "lse_ptr": "*fp32",
-    "max_scores_ptr": "*fp32",
-    "delta_ptr": "*fp32",
-}
+ROWS = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
+STATISTICS = {"lse_ptr", "max_scores_ptr", "delta_ptr"}
 
 
 def shared_memory(
@@ -45,21 +39,20 @@ def shared_memory(
         "cuda", arch, torch.bfloat16, *sizes, 1.0, has_bits=has_bits, has_score=has_score
     )
     config = triton_config(problem)
-    is_k_walk = name == "dkdv"
+    tile_rows, block_cols = (
+        (config.k_tile_rows, config.k_block_cols)
+        if name == "dkdv"
+        else (config.q_tile_rows, config.q_block_cols)
+    )
     constants = {
-        "TILE_ROWS": config.k_tile_rows if is_k_walk else config.q_tile_rows,
-        "BLOCK_COLS": config.k_block_cols if is_k_walk else config.q_block_cols,
-        "DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
-        "DIM_V": head_dim,
-        "PADDED_DIM_V": triton.next_power_of_2(head_dim),
-        "HAS_SOFTCAP": False,
-        "HAS_BITS": has_bits,
+        "S": sizes_of(problem, tile_rows, block_cols),
         "HAS_MAX_SCORES": True,  # of the forward
         **(program or dict.fromkeys(("SCORES", "SLOPES", "ADD_GRADIENTS"))),
     }
-    types = {"factors": ("fp32", "fp32"), "softmax_scale": "fp32", **(types or {})}
-    constants |= {x: None for x in ("numbering", "captured", "totals") if x not in types}
+    types = types or {}
+    score = (("fp32", "fp32"), *(types.get(x, "constexpr") for x in ("numbering", "captured")))
+    types = {"softmax_scale": "fp32", "walk": ("*i32",) * 4, "score": score, **types}
+    constants |= {} if "totals" in types else {"totals": None}
     kernel = getattr(triton_device, f"{name}_kernel")
     signature: dict[str, Any] = {}
     constexprs: dict[tuple[int, ...], Any] = {}
@@ -68,15 +61,19 @@ def shared_memory(
         if argument in constants:
             signature[argument] = "constexpr"
             constexprs[i,] = constants[argument]
-        elif argument.endswith("_ptr"):
-            signature[argument] = POINTERS.get(argument, "*bf16")
+        elif argument in ROWS:
+            signature[argument] = ("*bf16", ("i32", "i32", "constexpr"))
+            constexprs[i, 1, 2] = 1
+            attributes |= dict.fromkeys([(i, 0), (i, 1, 0), (i, 1, 1)], IS_ALIGNED)
+        elif argument in STATISTICS:
+            signature[argument] = "*fp32"
             attributes[i,] = IS_ALIGNED
-        elif argument.endswith("_strides"):
-            signature[argument] = ("i32", "i32", "constexpr")
-            constexprs[i, 2] = 1
-            attributes[i, 0] = attributes[i, 1] = IS_ALIGNED
         else:
             signature[argument] = types.get(argument, "i32")
+        if argument == "walk":
+            attributes |= {(i, part): IS_ALIGNED for part in range(4)}
+        if argument == "score":
+            constexprs |= {(i, n): None for n in (1, 2) if score[n] == "constexpr"}
     major, minor = arch
     compiled = triton.compile(
         ASTSource(kernel, signature, constexprs, attributes),

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.scored import ScoreNeeds
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.options import LoweringOptions
@@ -33,7 +34,8 @@ def test_in_the_interpreter():
 
 def test_what_has_no_code_is_refused_with_its_name():
     program, _ = trace_score_program(lambda s, b, h, q, kv: torch.lgamma(s), CPU)
-    (reason,) = TritonKernel().score_refusals(PROBLEM, program, [], [])
+    needs = ScoreNeeds(program, (), (), wants_table_gradients=False)
+    (reason,) = TritonKernel().score_refusals(PROBLEM, needs)
     assert reason == "has no code for the score_mod: `lgamma` is not written in Triton"
 
 

@@ -197,24 +197,20 @@ def _call(
     """The prepared call for tensors q, k and v of such layouts; None where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
-    (q_shape, q_stride), *_ = layouts
-    total_q, nheads_q, _ = q_shape
-    out_shape = total_q, nheads_q, problem.head_dim_v
+    out, lse = results_of(layouts[0], problem)
     if out_dtype == problem.dtype:
-        out = Buffer(out_shape, output_stride(q_shape, q_stride, problem.head_dim_v), out_dtype)
         results = NO_RESULTS | {"out_rows": Pointer(OUT), "lse": Pointer(LSE)}
     else:
-        out = Buffer.of(out_shape, out_dtype)
+        out = Buffer.of(out.shape, out_dtype)
         results = NO_RESULTS | {"wide_out": Pointer(OUT), "wide_lse": Pointer(LSE)}
     if has_prior:
         results |= {"prior_out": Pointer(PRIOR_OUT), "prior_lse": Pointer(PRIOR_LSE)}
     is_wide = has_prior or out_dtype != problem.dtype
-    lse = Buffer.of((nheads_q, total_q), torch.float32)
     made, launch = forward_launch(
         ForwardShape(layouts, problem, num_tiles, has_stairs, score, device_index),
         out if out_dtype == problem.dtype else None,
         **results,
-        wide_rows=total_q if is_wide else 0,
+        wide_rows=out.shape[0] if is_wide else 0,
         tiles=Pointer(TILES),
         runs=Pointer(RUNS),
         edges=Pointer(EDGES),
@@ -222,6 +218,14 @@ def _call(
         remote_begin=NO_REMOTE_KEYS,
     )
     return Call((out, lse, *made), (launch,))
+
+
+def results_of(of_q: Layout, problem: AttnProblem) -> tuple[Buffer, Buffer]:
+    """The output for a q of such a layout, in its dtype, and the lse."""
+    (total_q, nheads_q, _), _ = of_q
+    stride = output_stride(*of_q, problem.head_dim_v)
+    out = Buffer((total_q, nheads_q, problem.head_dim_v), stride, problem.dtype)
+    return out, Buffer.of((nheads_q, total_q), torch.float32)
 
 
 class ForwardShape(NamedTuple):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
+from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.heuristics import forward_config, plan_tiles
 from magi_compile.kernels.plan import PlanTiles, check_tiles
 from magi_compile.kernels.sm90.forward.launch import (
@@ -34,6 +34,7 @@ from magi_compile.kernels.sm90.forward.launch import (
     TILES,
     forward_fields,
     forward_variant,
+    results_of,
     schedule_of,
 )
 from magi_compile.kernels.sm90.params import EARLY_FORWARD
@@ -84,10 +85,6 @@ class EarlyPlan(NamedTuple):
     edges: Tensor  # int32 [total_q, NUM_LANES, 2]
     remote_begin: int
     tiles: PlanTiles  # that it was made for
-
-    @property
-    def num_split_rows(self) -> int:
-        return self.split_tiles.shape[0] * self.tiles.q_tile_rows
 
 
 def early_plan(walk: Walk, tiles: PlanTiles, remote_begin: int) -> EarlyPlan:
@@ -219,7 +216,7 @@ class EarlyForward:
         return ForwardOutput(out, lse)
 
 
-class _Call(NamedTuple):
+class _EarlyCall(NamedTuple):
     """Both launches, and what they need: the output and its lse, those of splits, and counters."""
 
     made: tuple[Buffer, ...]
@@ -237,23 +234,17 @@ def _call(
     free_sms: int,
     has_stairs: bool,
     device_index: int,
-) -> _Call | None:
+) -> _EarlyCall | None:
     """The prepared call for tensors q, k, v and remote keys and values of such layouts; None where TMA cannot read
     them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
-    (q_shape, q_stride), (local_shape, _), _, (remote_shape, _), _ = layouts
-    total_q, nheads_q, _ = q_shape
-    head_dim_v = problem.head_dim_v
+    _, (local_shape, _), _, (remote_shape, _), _ = layouts
+    nheads_q, head_dim_v = problem.nheads_q, problem.head_dim_v
     config, sms = forward_config(problem), num_sms(device_index)
     split_rows, num_counters = num_splits * config.tile_rows, _NUM_STORED + num_splits * nheads_q
     made = (
-        Buffer(
-            (total_q, nheads_q, head_dim_v),
-            output_stride(q_shape, q_stride, head_dim_v),
-            problem.dtype,
-        ),
-        Buffer.of((nheads_q, total_q), torch.float32),
+        *results_of(layouts[0], problem),
         Buffer.of((split_rows, nheads_q, head_dim_v), torch.float32),
         Buffer.of((nheads_q, split_rows), torch.float32),
         Buffer.of((num_counters,), torch.int32, zeros=num_counters),
@@ -302,7 +293,7 @@ def _call(
         variant = forward_variant(problem, config, has_stairs=has_stairs, is_early=True)
         return Launch(load_function(variant, device_index), grid, config.num_threads, params)
 
-    return _Call(made, launch(free_sms, _NO_BLOCK), launch(0, 0))
+    return _EarlyCall(made, launch(free_sms, _NO_BLOCK), launch(0, 0))
 
 
 @cache

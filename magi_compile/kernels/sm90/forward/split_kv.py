@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
+from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.heuristics import (
     SPLIT_LEAST_BLOCKS,
     SPLIT_NUMBERS,
@@ -34,6 +34,7 @@ from magi_compile.kernels.sm90.forward.launch import (
     RUNS,
     ForwardShape,
     forward_launch,
+    results_of,
 )
 from magi_compile.kernels.sm90.params import MERGE, SPLIT_TILES
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
@@ -233,28 +234,20 @@ def _call(
     where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
-    (q_shape, q_stride), *_ = layouts
-    total_q, nheads_q, _ = q_shape
-    head_dim_v = problem.head_dim_v
+    out, lse = results_of(layouts[0], problem)
+    total_q, nheads_q, head_dim_v = out.shape
     layout = SplitLayout.of_size(num_tiles, num_runs, size)
     tile_rows, num_cuts = forward_config(problem).tile_rows, layout.num_splits // 2
     split_rows = layout.num_splits * tile_rows
     num_words = split_rows * nheads_q * head_dim_v  # of their outputs, in front of their lses
-    out_shape = total_q, nheads_q, head_dim_v
-    out = Buffer(out_shape, output_stride(q_shape, q_stride, head_dim_v), problem.dtype)
-    lse = Buffer.of((nheads_q, total_q), torch.float32)
     of_splits = Buffer.of((num_words + split_rows * nheads_q,), torch.float32)
     at_out, at_lse = Pointer(OTHER), Pointer(OTHER, 4 * num_words)
     shape = ForwardShape(layouts, problem, layout.num_tiles, has_stairs, None, device_index)
     ticket, walk = forward_launch(
         *(shape, out, OTHER + 1),
         **NO_RESULTS
-        | {
-            "out_rows": Pointer(OUT),
-            "lse": Pointer(LSE),
-            "wide_out": at_out,
-            "wide_lse": at_lse,
-        },
+        | {"out_rows": Pointer(OUT), "lse": Pointer(LSE)}
+        | {"wide_out": at_out, "wide_lse": at_lse},
         wide_rows=split_rows,
         tiles=Pointer(RUNS, 4 * layout.tiles),
         runs=Pointer(RUNS),

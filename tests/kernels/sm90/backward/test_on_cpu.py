@@ -165,8 +165,16 @@ def check(launches, case, with_dlse=False, deterministic=False):
     return launches.entries
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("heads_q", [1, 4])
+@pytest.mark.parametrize(
+    ("heads_q", "head_dim"),
+    [
+        *[(1, 64), (1, 192), (4, 128), (4, 256)],
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((1, 128), (1, 256), (4, 64), (4, 192))
+        ),
+    ],
+)
 def test_documents(heads_q, head_dim, launches):
     check(launches, replace(DOCUMENTS, heads=HeadShape(heads_q, 1, head_dim, head_dim)))
 
@@ -210,16 +218,22 @@ def test_parts_of_a_tile(head_dim, num_parts, launches):
     assert [x for x in parts if x[2] > 1] == [(0, i, num_parts) for i in range(num_parts)]
 
 
-@pytest.mark.parametrize("num_at_once", [1, NUM_SMS])
+HANDED_ON = [
+    *[(SINK, HeadShape(4, 2, 64, 64), 1), (HOLES, HeadShape(6, 2, 96, 96), 1)],
+    *[(SINK, HeadShape(4, 1, 128, 128), 2), (NEIGHBOURS, HeadShape(2, 1, 192, 192), 1)],
+    *[
+        (SINK, HeadShape(2, 1, 256, 256), 1),
+        (replace(SINK, softcap=5.0), HeadShape(4, 1, 64, 64), 2),
+    ],
+]
+
+
 @pytest.mark.parametrize(
-    ("case", "heads", "heads_of_pass"),
+    ("case", "heads", "heads_of_pass", "num_at_once"),
     [
-        *[(SINK, HeadShape(4, 2, 64, 64), 1), (HOLES, HeadShape(6, 2, 96, 96), 1)],
-        *[(SINK, HeadShape(4, 1, 128, 128), 2), (NEIGHBOURS, HeadShape(2, 1, 192, 192), 1)],
-        *[
-            (SINK, HeadShape(2, 1, 256, 256), 1),
-            (replace(SINK, softcap=5.0), HeadShape(4, 1, 64, 64), 2),
-        ],
+        pytest.param(*row, num_at_once, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, row in enumerate(HANDED_ON)
+        for j, num_at_once in enumerate((1, NUM_SMS))
     ],
     ids=lambda x: getattr(x, "name", getattr(x, "id", None)),
 )
@@ -241,10 +255,13 @@ def test_gradients_handed_on(case, heads, heads_of_pass, num_at_once, launches, 
     ("case", "head_dim"),
     [
         *((WINDOW, head_dim) for head_dim in (64, 128, 192, 256)),
-        *[(PREFIX, 64), (PREFIX, 128), (PREFIX, 256), (TWO_WAYS, 64), (TWO_WAYS, 192)],
+        *[(PREFIX, 64), (TWO_WAYS, 64), (TWO_WAYS, 192)],
         *(
             pytest.param(*row, marks=pytest.mark.slow)
-            for row in ((PREFIX, 192), (TWO_WAYS, 128), (TWO_WAYS, 256))
+            for row in (
+                *((PREFIX, head_dim) for head_dim in (128, 192, 256)),
+                *[(TWO_WAYS, 128), (TWO_WAYS, 256)],
+            )
         ),
     ],
     ids=lambda x: getattr(x, "name", x),
@@ -253,7 +270,7 @@ def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
     check(launches, replace(case, heads=HeadShape(2, 2, head_dim, head_dim)))
 
 
-@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [96, 128, pytest.param(192, marks=pytest.mark.slow), 256])
 def test_a_window_head_by_head(head_dim, launches):
     """Tiles tell what they have added after each of three heads."""
     check(launches, replace(sliding_window(290, 60), heads=HeadShape(3, 1, head_dim, head_dim)))
@@ -301,7 +318,12 @@ def test_stairs(case, head_dim, deterministic, launches):
     ("case", "head_dim"),
     [
         *((case, 128) for case in BIT_CASES),
-        *((BIT_CASE[name], n) for name in ("ragged", "behind_stairs") for n in (64, 192, 256)),
+        *[(BIT_CASE["ragged"], 192), (BIT_CASE["behind_stairs"], 64)],
+        (BIT_CASE["behind_stairs"], 256),
+        *(
+            pytest.param(BIT_CASE[name], n, marks=pytest.mark.slow)
+            for name, n in (("ragged", 64), ("ragged", 256), ("behind_stairs", 192))
+        ),
     ],
     ids=lambda x: getattr(x, "name", None),
 )
@@ -327,8 +349,13 @@ def test_a_window_where_dq_has_an_order(head_dim, launches):
     check(launches, replace(WINDOW, heads=HeadShape(1, 1, head_dim, head_dim)), deterministic=True)
 
 
-@pytest.mark.parametrize("num_at_once", [1, 2])
-@pytest.mark.parametrize("head_dim", [128, 192])
+@pytest.mark.parametrize(
+    ("num_at_once", "head_dim"),
+    [
+        *[(1, 128), (2, 192)],
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, 128), (1, 192))),
+    ],
+)
 def test_additions_in_order_wait_for_no_thread_block_that_does_not_run(
     num_at_once, head_dim, launches
 ):
@@ -338,22 +365,20 @@ def test_additions_in_order_wait_for_no_thread_block_that_does_not_run(
     check(launches, case, deterministic=True)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
+RANDOM = [
+    *[HeadShape(2, 1, 64, 64), HeadShape(2, 2, 96, 96), HeadShape(3, 1, 128, 128)],
+    *[HeadShape(1, 1, 192, 192), HeadShape(2, 1, 256, 256), HeadShape(1, 1, 256, 256)],
+]
+
+
 @pytest.mark.parametrize(
-    ("seed", "heads"),
+    ("seed", "heads", "deterministic"),
     [
-        *[
-            (0, HeadShape(2, 1, 64, 64)),
-            (1, HeadShape(2, 2, 96, 96)),
-            (2, HeadShape(3, 1, 128, 128)),
-        ],
-        *[
-            (3, HeadShape(1, 1, 192, 192)),
-            (4, HeadShape(2, 1, 256, 256)),
-            (5, HeadShape(1, 1, 256, 256)),
-        ],
+        pytest.param(seed, heads, is_set, marks=() if is_set == seed % 2 else pytest.mark.slow)
+        for seed, heads in enumerate(RANDOM)
+        for is_set in (False, True)
     ],
-    ids=lambda x: getattr(x, "id", None),
+    ids=lambda x: {False: "any order", True: "order"}.get(x) if isinstance(x, bool) else None,
 )
 def test_random_masks(seed, heads, deterministic, launches):
     case = replace(random_disjoint(290, 200, seed, num_cuts=5), heads=heads)
@@ -365,7 +390,7 @@ def test_rows_that_see_nothing_and_dlse(head_dim, launches):
     check(launches, replace(HOLES, heads=HeadShape(2, 1, head_dim, head_dim)), with_dlse=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.slow), 256])
 def test_softcap(head_dim, launches):
     check(launches, replace(DOCUMENTS, heads=HeadShape(1, 1, head_dim, head_dim), softcap=5.0))
 

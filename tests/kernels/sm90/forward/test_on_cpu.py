@@ -36,6 +36,7 @@ from tests.support.cases import (
     windows,
 )
 from tests.support.numerics import assert_attention_close
+from tests.support.pairwise import pairwise
 
 NUM_SMS = 3
 MOST_THREADS = 512  # of a block on this CPU; what launches more does with fewer
@@ -236,11 +237,13 @@ def test_remote_keys_between_two_launches(case, shape, run_early):
     assert grids == [NUM_SMS - 1, NUM_SMS]
 
 
-@pytest.mark.parametrize("first_behind", [0, 1, 2])
-@pytest.mark.parametrize("timing", [0, 1, 2])
-@pytest.mark.parametrize(("case", "shape"), EARLY[-3:], ids=lambda x: getattr(x, "name", x))
-def test_remote_keys_during_a_launch(case, shape, timing, first_behind, run_early):
-    problem, inputs = prepared(case, shape)
+@pytest.mark.parametrize(
+    ("first_behind", "timing", "case"),
+    pairwise([0, 1, 2], [0, 1, 2], [case for case, _ in EARLY[-3:]], others_are_slow=True),
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_remote_keys_during_a_launch(case, timing, first_behind, run_early):
+    problem, inputs = prepared(case, "128")
     result, _, _ = run_early(
         inputs, case.slices(), problem, case.seqlen_k // 3, first_behind, timing
     )
@@ -370,8 +373,14 @@ def asked(case, shape):
 # Scores that grow along the keys of a row, and that fall: the reference of the softmax follows them, or stays at the
 # first block.
 RISING, FALLING = "rising", "falling"
+_SOME = list(zip(CASES, ("128-softcap", "64", "128"), strict=True))
 MAX_SCORES = [
-    *((case, shape, None) for case in CASES for shape in ("64", "128", "128-softcap")),
+    *((case, shape, None) for case, shape in _SOME),
+    *(
+        pytest.param(case, shape, None, marks=pytest.mark.slow)
+        for case, shape in itertools.product(CASES, ("64", "128", "128-softcap"))
+        if (case, shape) not in _SOME
+    ),
     (UNEVEN, "64", RISING),
     (UNEVEN, "64", FALLING),
     (UNEVEN, "128", None),

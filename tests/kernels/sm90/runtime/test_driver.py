@@ -136,7 +136,7 @@ def test_two_launches_of_one_output(launches, monkeypatch):
         assert addresses(found, "wide_out", "wide_lse") == addresses(
             found, "prior_out", "prior_lse"
         )
-        assert found["wide_rows"] == plan.num_split_rows
+        assert found["wide_rows"] == plan.split_tiles.shape[0] * plan.tiles.q_tile_rows
         assert addresses(found, "split_shifts", "schedule.ticket") == [0, 0]
         counters = [found[f"lists[{i}].ticket"] for i in range(3)]
         counters += addresses(found, "num_begun_splits", "num_stored")
