@@ -409,6 +409,11 @@ def _intervals_of(
     """Checked."""
     seqlen_q, seqlen_k = lengths
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    intervals = exact_intervals(
+        traced.program, traced.tables, (), **sizes, heads=ONE_MASK, device=device
+    )
+    if intervals is not None:
+        return intervals
     intervals = row_intervals(traced.program, traced.tables, (), **sizes, heads=None, device=device)
     if not traced.program.reads_tensors:
         refuse_broken(intervals.checks)
