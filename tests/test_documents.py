@@ -22,6 +22,7 @@ SUPPORT = Path(__file__).parent / "support" / "pages"
 GUIDES = [
     "getting_started",
     "masks",
+    "shared_prefixes",
     "block_sparse",
     "lowering",
     "transformers",
@@ -39,6 +40,13 @@ BLOCK = re.compile(
     r"^(<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+
+
+FRAMEWORKS = {
+    "transformers": ["transformers"],
+    "shared_prefixes": ["transformers"],
+    "trainer": ["accelerate"],
+}
 
 
 class Block(NamedTuple):
@@ -83,9 +91,7 @@ def program_of(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_of_a_page(page, tmp_path):
-    for framework in {"transformers": ["transformers"], "trainer": ["accelerate"]}.get(
-        page.stem, []
-    ):
+    for framework in FRAMEWORKS.get(page.stem, []):
         pytest.importorskip(framework)
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     program = tmp_path / "page.py"
