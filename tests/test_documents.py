@@ -23,6 +23,9 @@ GUIDES = [
     "getting_started",
     "masks",
     "shared_prefixes",
+    "draft_models",
+    "images_in_text",
+    "gpt_oss",
     "block_sparse",
     "lowering",
     "transformers",
@@ -45,6 +48,8 @@ BLOCK = re.compile(
 FRAMEWORKS = {
     "transformers": ["transformers"],
     "shared_prefixes": ["transformers"],
+    "images_in_text": ["transformers"],
+    "gpt_oss": ["transformers"],
     "trainer": ["accelerate"],
 }
 
@@ -166,6 +171,11 @@ from torch.nn.attention.varlen import varlen_attn
 borders = torch.tensor([0, 8], dtype=torch.int32)
 x = torch.randn(8, 2, 16)
 assert varlen_attn(x, x, x, borders, borders, 8, 8).shape == x.shape
+""",
+    "prompts with many rollouts each": """
+prompts, rollouts = [[1, 2, 3]], [[[4], [5, 6]]]
+{}
+assert packed.input_ids.tolist() == [[1, 2, 3, 4, 3, 5, 6]]
 """,
     "a model that calls `flex_attention`": "model = torch.nn.Linear(2, 2); {}",
     "code that calls `torch.compile` for you": "{}",
