@@ -164,6 +164,21 @@ def test_made_in_the_graph_by_inductor(no_bits):
         assert_same(run(ours, inputs, tree.tin, tree.tout), run(dense, inputs, wanted))
 
 
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_a_tree_of_each_head(way, no_bits):
+    seeds = range(HEADS)
+    end = torch.stack([40 * random_tree(200, seed, batch=1).tout[0] for seed in seeds])  # in rows
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (q < end[h, kv])
+
+    compiled = torch.compile(attend, backend=make_backend("aot_eager"), fullgraph=True)
+    mask = create_block_mask(mask_mod, BATCH, HEADS, 200, 200, device="cpu")
+    wanted = create_mask(mask_mod, BATCH, HEADS, 200, 200, device="cpu")
+    ours = run(eager if way == "eager" else compiled, qkv(200, 200), mask)
+    assert_same(ours, run(dense, qkv(200, 200), wanted))
+
+
 def test_two_slices_of_each_node():
     tree = random_tree(3000, 7, batch=1)
     for form in FORMS:
