@@ -22,6 +22,10 @@ SUPPORT = Path(__file__).parent / "support" / "pages"
 GUIDES = [
     "getting_started",
     "masks",
+    "shared_prefixes",
+    "draft_models",
+    "images_in_text",
+    "gpt_oss",
     "block_sparse",
     "lowering",
     "transformers",
@@ -39,6 +43,15 @@ BLOCK = re.compile(
     r"^(<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+
+
+FRAMEWORKS = {
+    "transformers": ["transformers"],
+    "shared_prefixes": ["transformers"],
+    "images_in_text": ["transformers"],
+    "gpt_oss": ["transformers"],
+    "trainer": ["accelerate"],
+}
 
 
 class Block(NamedTuple):
@@ -83,9 +96,7 @@ def program_of(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_of_a_page(page, tmp_path):
-    for framework in {"transformers": ["transformers"], "trainer": ["accelerate"]}.get(
-        page.stem, []
-    ):
+    for framework in FRAMEWORKS.get(page.stem, []):
         pytest.importorskip(framework)
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     program = tmp_path / "page.py"
@@ -160,6 +171,11 @@ from torch.nn.attention.varlen import varlen_attn
 borders = torch.tensor([0, 8], dtype=torch.int32)
 x = torch.randn(8, 2, 16)
 assert varlen_attn(x, x, x, borders, borders, 8, 8).shape == x.shape
+""",
+    "prompts with many rollouts each": """
+prompts, rollouts = [[1, 2, 3]], [[[4], [5, 6]]]
+{}
+assert packed.input_ids.tolist() == [[1, 2, 3, 4, 3, 5, 6]]
 """,
     "a model that calls `flex_attention`": "model = torch.nn.Linear(2, 2); {}",
     "code that calls `torch.compile` for you": "{}",

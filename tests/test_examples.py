@@ -76,3 +76,25 @@ def test_transformers_packed():
     assert float(compiled) == pytest.approx(float(eager), abs=1e-3)
     assert float(compiled) < 4.0  # log of 64 words is 4.16
     assert "2 of 2 FlexAttention calls lowered to cpu, 1 graph compiled" in run.stdout
+
+
+@pytest.mark.slow
+def test_shared_prefixes():
+    """Prompts that are there once give the log-probs and gradients of repeated ones, with fewer tokens."""
+    pytest.importorskip("transformers")
+    options = ["--prompts", "2", "--rollouts", "4", "--prompt", "24", "--rollout", "8"]
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / "shared_prefixes.py"), *options, "--steps", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "prompts repeated: 256 tokens" in run.stdout
+    assert "prompts once: 118 tokens" in run.stdout
+    log_probs, gradients = re.search(
+        r"log-probs differ by at most (\S+), gradients by (\S+) of", run.stdout
+    ).groups()
+    assert float(log_probs) < 1e-5
+    assert float(gradients) < 1e-5

@@ -24,6 +24,7 @@ LAYERS = [
 MASKS = [
     *("arguments", "bits", "errors", "geometry", "normal_form", "slices"),
     *("expr", "solver", "program", "evaluation", "library", "picture", "block_mask", "selection"),
+    "shared_prefixes",
 ]
 # Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import.
 

@@ -52,6 +52,7 @@ from magi_compile._compat.flex import (
     attention_replaced,
     flex_identity,
     flex_operator,
+    give_block_masks_ndim,
     is_exported_lookup,
     scalar_indexing,
     watch_flex_attention,

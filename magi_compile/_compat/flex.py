@@ -29,6 +29,14 @@ def flex_identity() -> Any:
     return flex._identity
 
 
+def give_block_masks_ndim() -> None:
+    """Lets code that asks a BlockMask for the number of its dimensions, as it asks a tensor, have its answer."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not hasattr(BlockMask, "ndim"):
+        BlockMask.ndim = property(lambda block_mask: len(block_mask.shape))  # type: ignore[attr-defined]
+
+
 def scalar_indexing() -> Any:
     """The mode in which FlexAttention calls a mask_mod under torch.vmap: tensors may be indexed with scalars."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex

@@ -25,7 +25,9 @@ from magi_compile.masks.block_mask import slices_from_block_mask
 
 PLAN = "context_parallel_plan"  # the key under which a batch has its PlannedBatch
 MASKS = "context_parallel_masks"  # the argument of the model that its decoder takes for `attention_mask`
+LONGEST = "context_parallel_longest"  # and the one that its rotary embeddings take
 IGNORED = -100
+CHANGING_ROPES = frozenset({"dynamic", "longrope"})  # look at the longest position of a batch
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
 # Of the whole sequence, and said by the masks.
 _REPLACED = frozenset(
@@ -144,6 +146,7 @@ class PlannedBatch:
         plans: by kind of layer, all for the tokens that are kept, one row behind the other.
         checksum: of the tokens and labels.
         key: that of the planner.
+        longest: the longest position, where the model's rotary embeddings look at it.
     """
 
     shape: tuple[int, int]
@@ -151,6 +154,11 @@ class PlannedBatch:
     plans: dict[str | None, HostPlan]
     checksum: int
     key: str
+    longest: int | None = None
+
+    def fits(self, batch: Mapping[str, Any]) -> bool:
+        """True if `batch` has as many tokens as it had when it was planned."""
+        return tuple(getattr(batch.get("input_ids"), "shape", ())) == self.shape
 
 
 class BatchPlanner:
@@ -167,6 +175,7 @@ class BatchPlanner:
 
     def __init__(self, config: Any, ranks: tuple[int, int], options: ContextParallelOptions):
         self.layers = LayerSlices(config.get_text_config())
+        self.needs_longest = bool(rope_types(config.get_text_config()) & CHANGING_ROPES)
         self.ranks, self.options, self.key = ranks, options, uuid.uuid4().hex
 
     def plan(self, batch: Mapping[str, Any]) -> PlannedBatch:
@@ -219,7 +228,17 @@ class BatchPlanner:
         checked = [tokens, *([] if labels is None else [labels])]
         shape = (tokens.shape[0], tokens.shape[1])
         plans = dict(zip(names, made, strict=True))
-        return PlannedBatch(shape, kept, plans, checksum_of(*checked), self.key)
+        longest = int(_positions_of(batch).max()) if self.needs_longest else None
+        return PlannedBatch(shape, kept, plans, checksum_of(*checked), self.key, longest)
+
+
+def rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embeddings of a model, of all kinds of its layers."""
+    of_model = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    every = [of_model, *(x for x in of_model.values() if isinstance(x, Mapping))]
+    return {str(x.get("rope_type") or x.get("type") or "default") for x in every}
 
 
 def _positions_of(batch: Mapping[str, Any]) -> Tensor:
@@ -254,14 +273,20 @@ def _padding_of(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _check_names(batch: Mapping[str, Any]) -> None:
+    for name in _OF_IMAGES & batch.keys():
+        if isinstance(batch[name], Tensor) and bool((batch[name] != 0).any()):
+            raise NotImplementedError(
+                f"`{name}` of a batch must be 0, of text, to be spread over ranks, got others; images are not supported"
+            )
+    check_sizes(batch)
+
+
+def check_sizes(batch: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError for a tensor of other sizes than `input_ids`; looks at no values."""
     shape = batch["input_ids"].shape
     for name, x in batch.items():
         if name in _REPLACED or not isinstance(x, Tensor) or x.ndim == 0:
             continue
-        if name in _OF_IMAGES and bool((x != 0).any()):
-            raise NotImplementedError(
-                f"`{name}` of a batch must be 0, of text, to be spread over ranks, got others; images are not supported"
-            )
         if x.shape[:2] != shape and name != "position_ids":
             raise NotImplementedError(
                 f"`{name}` of a batch must begin with the sizes of `input_ids`, {list(shape)}, to be cut as they are, "
@@ -351,6 +376,9 @@ class ShardedBatch:
                 found[name] = self.tokens.shard(x[None], 1, padding=_PADDING.get(name, 0))
         if labels is not None:
             found["labels"] = torch.full_like(found["shift_labels"], IGNORED)
+        if self.planned.longest is not None:
+            place = found["position_ids"].device
+            found[LONGEST] = torch.tensor(self.planned.longest, device=place)
         masks = {name: x.block_mask for name, x in self.plans.items()}
         found[MASKS] = masks.get(None, masks)
         found["use_cache"] = False  # a cache would keep the keys of the rank

@@ -122,7 +122,8 @@ def make_mask(
     program, tables, _ = trace_mask_mod(mask_mod, device)
     capacity = config.slice_capacity
     if capacity is None:
-        capacity = slice_capacity(seqlen, program.max_intervals(seqlen, ()))
+        most = program.max_intervals(seqlen, ())
+        capacity = slice_capacity(seqlen, most, by_keys=program.by_keys)
     sizes = (batch, seqlen, seqlen, capacity * batch)
     lists = MaskSlices(
         *torch.ops.magi.mask_slices(tables, (), program.text, *sizes, device, [], [])

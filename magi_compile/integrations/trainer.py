@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -47,18 +47,24 @@ from transformers import Trainer
 from magi_compile.dtensor.agreement import require_equal_tokens
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.integrations.sharded_batches import (
+    CHANGING_ROPES,
     IGNORED,
+    LONGEST,
     MASKS,
     PLAN,
     BatchPlanner,
+    PlannedBatch,
     PlanningCollator,
     ShardedBatch,
+    check_sizes,
+    rope_types,
     shifted_labels,
 )
 from magi_compile.integrations.transformers import NAME
 from magi_compile.masks.arguments import check_count
 
 DEFAULTS = ContextParallelOptions()
+_NO_PLAN = -1  # what a rank says in place of a checksum
 _CAUSAL_LOSSES = (
     "ForCausalLM",
     "ForConditionalGeneration",
@@ -372,16 +378,27 @@ class ContextParallelRanks:
 
         Args:
             batch: as in `shard`; one that a prepared loader made has its plan, another one is planned here, which
-                waits for its device.
+                waits for its device. So is one that was shortened or padded since.
 
         Returns:
             The tokens. Errors are those of `shard`.
         """
-        planned = batch.get(PLAN)
-        if planned is None or planned.key != self.planner.key:  # of a loader for another model
-            planned = self.planner.plan(batch)
+        try:
+            planned = self._planned(batch)
+        except Exception:
+            with suppress(ValueError, RuntimeError):  # the others hear of it
+                require_equal_tokens(_NO_PLAN, self.group)
+            raise
         require_equal_tokens(planned.checksum, self.group)
         return ShardedBatch(planned, self.mesh)
+
+    def _planned(self, batch: Mapping[str, Any]) -> PlannedBatch:
+        """The batch's own plan, if there is one for this model and for so many tokens."""
+        planned = batch.get(PLAN) if isinstance(batch, Mapping) else None
+        if planned is None or planned.key != self.planner.key or not planned.fits(batch):
+            return self.planner.plan(batch)
+        check_sizes(batch)
+        return planned  # type: ignore[no-any-return]
 
     def count(self, *batches: Mapping[str, Any]) -> Tensor:
         """The labels in these batches of all ranks, those of a group once. All ranks call it together.
@@ -462,11 +479,6 @@ def _check_model(model: Any) -> None:
             f"`model` must have attention only, got {name}, whose layers keep a state along the sequence, which does "
             "not cross ranks"
         )
-    if changing := _rope_types(config.get_text_config()) & {"dynamic", "longrope"}:
-        raise NotImplementedError(
-            "`model` must have rotary embeddings that do not depend on the longest position of a batch, got "
-            f"{name} with rope_type {changing.pop()!r}: ranks have other ones, and would rotate differently"
-        )
     if not any(
         x.kind == Parameter.VAR_KEYWORD for x in signature(model.forward).parameters.values()
     ):
@@ -474,15 +486,6 @@ def _check_model(model: Any) -> None:
             f"the forward of `model` must take **kwargs and hand them on, got {name}: its loss must take "
             "`num_items_in_batch`, since ranks have different numbers of labels"
         )
-
-
-def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embeddings of a model, of all kinds of its layers."""
-    of_model = (
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    )
-    every = [of_model, *(x for x in of_model.values() if isinstance(x, Mapping))]
-    return {str(x.get("rope_type") or x.get("type") or "default") for x in every}
 
 
 def _set_attention(model: Any) -> None:
@@ -566,13 +569,44 @@ def _take_masks(model: Any) -> None:
         return
     decoder._magi_took_masks = False
     decoder.register_forward_pre_hook(_give_masks, with_kwargs=True)
+    if rope_types(model.config.get_text_config()) & CHANGING_ROPES:
+        for rotary in _rotaries(decoder):
+            rotary._magi_longest = None
+            rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
+            rotary.register_forward_hook(_without_longest)
     if decoder is not model:
         model.register_forward_pre_hook(_expect_masks, with_kwargs=True)
         model.register_forward_hook(_require_masks, with_kwargs=True)
 
 
+def _rotaries(decoder: Any) -> list[Any]:
+    """The modules that make rotary embeddings; they are right below a decoder."""
+    return [x for x in decoder.children() if hasattr(x, "rope_type")]
+
+
+def _with_longest(rotary: Any, args: Any, kwargs: Any) -> Any:
+    """One more position, the longest of the whole batch: what looks at the longest one finds it on every rank."""
+    if rotary._magi_longest is None:
+        return args, kwargs
+    is_named = "position_ids" in kwargs
+    positions = kwargs["position_ids"] if is_named else args[1]
+    longest = rotary._magi_longest.to(positions).expand(*positions.shape[:-1], 1)
+    positions = torch.cat([positions, longest], -1)
+    if is_named:
+        return args, {**kwargs, "position_ids": positions}
+    return (args[0], positions, *args[2:]), kwargs
+
+
+def _without_longest(rotary: Any, args: Any, out: Any) -> Any:
+    if rotary._magi_longest is None:
+        return out
+    return out[:, :-1] if isinstance(out, Tensor) else tuple(x[:, :-1] for x in out)
+
+
 def _give_masks(decoder: Any, args: Any, kwargs: Any) -> Any:
-    masks = kwargs.pop(MASKS, None)
+    masks, longest = kwargs.pop(MASKS, None), kwargs.pop(LONGEST, None)
+    for rotary in _rotaries(decoder):
+        rotary._magi_longest = longest
     if masks is None:
         return args, kwargs
     decoder._magi_took_masks = True

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
+from magi_compile import _compat
 from magi_compile._warnings import warn_once
 from magi_compile.dtensor.context.attention import attend_by
 from magi_compile.dtensor.context.positions import is_over_ranks, with_given_positions
@@ -114,6 +115,7 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, magi_attention)
     AttentionMaskInterface.register(NAME, magi_mask)
+    _compat.give_block_masks_ndim()  # GPT-2 asks its mask for them
 
 
 def register_flex_attention_mask(enabled: bool = True) -> None:

@@ -471,19 +471,27 @@ def apply_now(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def slice_capacity(seqlen_q: Any, max_intervals: int, apply: Callable[..., Any] = apply_now) -> Any:
+def slice_capacity(
+    seqlen_q: Any,
+    max_intervals: int,
+    apply: Callable[..., Any] = apply_now,
+    *,
+    by_keys: bool = False,
+) -> Any:
     """Room for the slices of one mask, where nobody says how many there are.
 
     Args:
-        seqlen_q: number of queries, an int or what `apply` takes for one.
-        max_intervals: the most key intervals that a row sees.
+        seqlen_q: number of queries, an int or what `apply` takes for one; `by_keys` of keys.
+        max_intervals: the most key intervals that a row sees; `by_keys` of rows that see a key.
         apply: computes `function(*args)`: at once, or by a node of a graph.
+        by_keys: whether slices are made of keys, of which a causal run gives two.
 
     Returns:
         The number of slices.
     """
     rows = apply(operator.floordiv, seqlen_q, _ROWS_PER_SLICE)
-    return apply(operator.mul, apply(operator.add, rows, _MIN_CAPACITY), max(1, max_intervals))
+    of_each = max(1, max_intervals) * (2 if by_keys else 1)
+    return apply(operator.mul, apply(operator.add, rows, _MIN_CAPACITY), of_each)
 
 
 def repeats_too_often(period: int, seqlen_k: int) -> bool:

@@ -94,7 +94,8 @@ class MaskOfCall:
 
     @property
     def max_intervals(self) -> int:
-        """The most key intervals that a row sees. Raises UnsupportedMaskError for more than are representable."""
+        """The most key intervals that a row sees, or intervals of rows that see a key.
+        Raises UnsupportedMaskError for more than are representable."""
         return self.program.max_intervals(self.lengths[2], self.symbols)
 
     def sizes(self, heads: Heads) -> MaskSizes | None:
@@ -130,6 +131,7 @@ class MaskOfCall:
         options: LoweringOptions,
         batch: Any,
         seqlen_q: Any,
+        seqlen_k: Any,
         apply: Callable[..., Any] = apply_now,
     ) -> Any:
         """Room for the slices of intervals.
@@ -138,6 +140,7 @@ class MaskOfCall:
             options: what the user asks for.
             batch: number of batch entries, an int or what `apply` takes for one.
             seqlen_q: number of queries of an entry, likewise.
+            seqlen_k: number of keys of an entry, likewise.
             apply: computes `function(*args)`: at once, or by a node of a graph.
 
         Returns:
@@ -146,7 +149,9 @@ class MaskOfCall:
         if options.slice_capacity is not None:
             capacity: Any = options.slice_capacity
         else:
-            capacity = slice_capacity(seqlen_q, self.max_intervals, apply)
+            by_keys = self.program.by_keys
+            seqlen = seqlen_k if by_keys else seqlen_q
+            capacity = slice_capacity(seqlen, self.max_intervals, apply, by_keys=by_keys)
             if least := self.least_capacity:  # so that lengths are ints
                 capacity = max(capacity, least)
         if self.heads.q > 1:
@@ -261,6 +266,10 @@ class MaskRoute:
         heads = mask.heads
         if not reasons and mask.varies:
             reasons = _data_reasons(mask, options)
+            for way in mask.program.ways[1:] if reasons and not options.bits else ():
+                other = replace(mask, program=way)
+                if not (reasons_for_bits(other) or _data_reasons(other, options)):
+                    mask, reasons = other, ()
         lists, hide = None, not mask.program.is_always_true and _lists_hide(mask)
         if not mask.is_on_cpu and (mask.program.is_always_true or (hide and not reasons)):
             lists = _listed(mask)
@@ -309,6 +318,8 @@ class MaskRoute:
                 found[-1] += f", in which a query sees {of_query} of its mask_mod"
         if self.decides:
             found.append("by intervals, or by bit blocks where the data is out of order")
+        if self.program.by_keys and not self.reasons:
+            found.append("by the rows that see a key, not the keys that a row sees")
         if self.is_by_head:
             found.append("each head has a mask of its own")
         return tuple(found)
@@ -324,7 +335,7 @@ def _data_reasons(mask: MaskOfCall, options: LoweringOptions) -> tuple[str, ...]
         return ()  # they decide again in each run
     if sizes is None or mask.symbols is None:
         return ()
-    capacity = mask.capacity(options, sizes.batch, sizes.seqlen_q)
+    capacity = mask.capacity(options, *sizes[:3])
     device = value_of(call.q).device
     return order_reasons(program, call.table_sources, mask.symbols, sizes, capacity, device)
 
@@ -342,7 +353,7 @@ def _room_reasons(sizes: MaskSizes | None) -> tuple[str, ...]:
 def _listed(mask: MaskOfCall) -> ListShape | None:
     """The sizes of the block lists of a mask, if it has some, and no intervals of each head or of unknown number."""
     call = mask.call
-    if not call.block_lists or mask.heads != ONE_MASK:
+    if not call.block_lists or mask.heads != ONE_MASK or mask.program.by_keys:
         return None
     (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
     lists = BlockLists(*map(value_of, call.block_lists))
@@ -431,7 +442,7 @@ def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask
     )
     capacity = 0
     if not route.reasons:
-        capacity = route.mask.capacity(options, batch, seqlen_q, emit.arithmetic)
+        capacity = route.mask.capacity(options, batch, seqlen_q, seqlen_k, emit.arithmetic)
     of_program = call.mask_tables, call.mask_symbols, route.program.text
     sizes, device = (batch, seqlen_q, seqlen_k), value_of(call.q).device
     if is_by_lists:

@@ -337,7 +337,7 @@ def beside_lists(block_mask: BlockMask, sizes: tuple[int, int, int]) -> RowInter
     intervals = exact_intervals(
         traced.program, traced.tables, (), **lengths, heads=ONE_MASK, device=device
     )
-    if intervals is None or not lists_hide(block_mask, intervals):
+    if intervals is None or intervals.by_keys or not lists_hide(block_mask, intervals):
         return None
     _verify(traced, intervals)
     return intervals
@@ -438,6 +438,11 @@ def _intervals_of(
     """Checked."""
     seqlen_q, seqlen_k = lengths
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    intervals = exact_intervals(
+        traced.program, traced.tables, (), **sizes, heads=ONE_MASK, device=device
+    )
+    if intervals is not None:
+        return intervals
     intervals = row_intervals(traced.program, traced.tables, (), **sizes, heads=None, device=device)
     if not traced.program.reads_tensors:
         refuse_broken(intervals.checks)

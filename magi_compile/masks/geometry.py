@@ -209,6 +209,18 @@ class Rects(NamedTuple):
             col_end=self.col_end.clamp(max=col_end),
         ).trimmed()
 
+    def moved(self, rows: Tensor, columns: Tensor) -> Rects:
+        """Each rect so many `rows` and `columns` further, int64 `[num_rects]`; those without area as well."""
+        steps = columns - rows
+        return Rects(
+            row_begin=self.row_begin + rows,
+            row_end=self.row_end + rows,
+            col_begin=self.col_begin + columns,
+            col_end=self.col_end + columns,
+            diag_lo=torch.where(self.diag_lo == -NO_DIAG, -NO_DIAG, self.diag_lo + steps),
+            diag_hi=torch.where(self.diag_hi == NO_DIAG, NO_DIAG, self.diag_hi + steps),
+        )
+
     def straight(self) -> Rects:
         """The same area of trimmed rects in three times as many straight ones, some without area.
 

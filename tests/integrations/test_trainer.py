@@ -75,6 +75,8 @@ CASES = {
     "llama, saved and resumed": ("trainer", {"name": "llama", "resume": True}),
     "gemma3, ParallelismConfig": ("trainer", {"name": "gemma3", "in_config": True}),
     "gemma3, LoRA": ("trainer", {"name": "gemma3", "lora": True}),
+    "phi3, longrope, checkpoints": ("trainer", {"name": "phi3", "gradient_checkpointing": True}),
+    "llama, dynamic rope, padded rows": ("trainer", {"name": "dynamic", "pad": True}),
     "loop, DDP, llama": ("loop", {"name": "llama"}),
     "loop, DDP, gpt_oss": ("loop", {"name": "gpt_oss"}),
     "loop, FSDP2, gemma3": ("loop", {"name": "gemma3", "shards_weights": True}),
@@ -211,15 +213,8 @@ REFUSED = {
     ),
     "init": ({}, "makes a new model in `train`"),
     "noise": ({"args": {"neftune_noise_alpha": 5.0}}, "`neftune_noise_alpha` scales its noise"),
-    "rope": ({"model": lambda: hf.LlamaForCausalLM(dynamic_rope())}, "with rope_type 'dynamic'"),
     "processes": ({}, "needs processes, as torchrun starts them"),
 }
-
-
-def dynamic_rope():
-    config = config_of("llama")
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    return config
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -334,8 +329,8 @@ def loops(group):
     from accelerate import Accelerator
 
     accelerator, model = Accelerator(cpu=True), model_of("llama")
-    with pytest.raises(NotImplementedError, match="rope_type 'dynamic'"):
-        context_parallel(accelerator, hf.LlamaForCausalLM(dynamic_rope()), cp_size=2)
+    with pytest.raises(NotImplementedError, match="must take `num_items_in_batch`"):
+        context_parallel(accelerator, WithoutArguments(config_of("llama")), cp_size=2)
     assert accelerator.dataloader_config.dispatch_batches is None
     ranks = context_parallel(accelerator, model, cp_size=2)
     other = context_parallel(accelerator, model_of("gemma3"), cp_size=2)
@@ -381,8 +376,37 @@ def other_tokens(group):
         ranks.shard({"input_ids": tokens, "labels": tokens})
 
 
+def changed_behind_the_loader(group):
+    """Batches that are shortened as all ranks do it are planned again; others are an error on all ranks, at once."""
+    run(group, [])
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), model_of("llama")
+    ranks = context_parallel(accelerator, model, cp_size=2)
+    collate = hf.DataCollatorWithFlattening()
+    loader = accelerator.prepare(DataLoader(documents(4, 1), 4, collate_fn=collate))
+    (batch,) = loader
+    short = {name: x[:, :30] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    assert ranks.sharded(batch).planned is batch[sharded_batches.PLAN]
+    assert ranks.sharded(short).planned.shape == (1, 30)
+    given = {name: x for name, x in short.items() if name != sharded_batches.PLAN}
+    alone = model_of("llama")(**given, use_cache=False).loss
+    loss = model(**ranks.shard(short)).loss.detach()
+    torch.distributed.all_reduce(loss, group=group)
+    torch.testing.assert_close(loss / 2, alone)
+    with pytest.raises(ValueError, match="must have the same tokens"):
+        ranks.shard(short if group.rank() else batch)
+    misfit = {**batch, "labels": short["labels"]}
+    with pytest.raises(NotImplementedError, match="`labels` of a batch must begin with the sizes"):
+        ranks.shard(misfit)
+    error = NotImplementedError if group.rank() else ValueError
+    with pytest.raises(error, match=r"`labels` of a batch|must have the same tokens"):
+        ranks.shard(misfit if group.rank() else batch)
+
+
 @pytest.mark.parametrize(
-    "program", [refused_on_ranks, own_losses, loops, wrong_models, other_tokens]
+    "program",
+    [refused_on_ranks, own_losses, loops, wrong_models, other_tokens, changed_behind_the_loader],
 )
 def test_refusals_on_ranks(program, two):
     two.ranks.run(program)

@@ -9,7 +9,7 @@ from transformers import masking_utils  # noqa: E402
 
 from magi_compile.integrations import packed_documents  # noqa: E402
 from magi_compile.integrations import transformers as door  # noqa: E402
-from magi_compile.masks import create_block_mask  # noqa: E402
+from magi_compile.masks import create_block_mask, pack_shared_prefixes  # noqa: E402
 from tests.integrations.models import (  # noqa: E402
     DECODERS,
     INPUTS,
@@ -339,3 +339,39 @@ def test_what_no_mask_stands_for(is_causal):
         q, k, v, is_causal=is_causal, enable_gqa=True
     )
     torch.testing.assert_close(out, wanted.transpose(1, 2))
+
+
+SMALL_GPT = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": LAYERS, "n_head": 2}
+WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "eos_token_id": 1}
+SMALL_OPT = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": LAYERS}
+LEARNED_POSITIONS = {
+    "gpt2": lambda: (hf.GPT2LMHeadModel, hf.GPT2Config(**SMALL_GPT, **WITHOUT_DROPOUT)),
+    "gpt_bigcode": lambda: (
+        hf.GPTBigCodeForCausalLM,
+        hf.GPTBigCodeConfig(**SMALL_GPT, **WITHOUT_DROPOUT),
+    ),
+    "opt": lambda: (
+        hf.OPTForCausalLM,
+        hf.OPTConfig(
+            **SMALL_OPT,
+            num_attention_heads=2,
+            word_embed_proj_dim=32,
+            max_position_embeddings=64,
+            dropout=0.0,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED_POSITIONS)
+def test_a_block_mask_of_models_that_read_the_mask(name):
+    """GPT-2 asks it for its dimensions, and OPT makes positions of it where it is given none."""
+    kind, config = LEARNED_POSITIONS[name]()
+    model = kind._from_config(config, attn_implementation="magi").eval()
+    packed = pack_shared_prefixes([[5, 6, 7, 8]], [[[9, 10], [11, 12, 13], [14]]])
+    inputs = {"position_ids": packed.position_ids, "attention_mask": packed.block_mask}
+    logits = model(packed.input_ids, **inputs, use_cache=False).logits
+    model.set_attn_implementation("eager")
+    for rows, ours in zip(packed.rows, packed.unpack(logits), strict=True):
+        wanted = model(packed.input_ids[:, rows], use_cache=False).logits[0]
+        torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)

@@ -14,6 +14,7 @@ import magi_compile.integrations.transformers
 from magi_compile import AttnSlices
 from magi_compile.dtensor import ContextParallelOptions, context_parallel, plan
 from magi_compile.integrations.transformers import magi_attention
+from magi_compile.masks import pack_shared_prefixes
 from tests.dtensor.support.ranks import Ranks
 from tests.integrations.models import SEQLEN, make_model, positions, tokens
 
@@ -220,3 +221,39 @@ def test_positions_must_be_given(run, ranks):
 
 def test_positions_that_are_given_may_be_those_of_each_rank(ranks):
     ranks.run(documents_of_one_rank_each)
+
+
+def shared_prefixes(group):
+    """Prompts once, over ranks: loss and gradients of a batch on one process that repeats the prompts."""
+    generator = torch.Generator().manual_seed(3)
+
+    def words(*lengths):
+        return [torch.randint(3, 100, (n,), generator=generator).tolist() for n in lengths]
+
+    prompts, rollouts = words(60, 35), [words(20, 13, 31), words(9, 40)]
+    packed = pack_shared_prefixes(prompts, rollouts, pad_to_multiple_of=16)
+    inputs = [packed.input_ids, packed.position_ids, packed.shift_labels.clone()]
+    count, mask, model = (packed.labels != -100).sum(), packed.block_mask, make_model("llama")
+    cp = {"buffers": inputs, "buffer_seq_dims": [1, 1, 1], "buffer_padding": [0, 0, -100]}
+    options = ContextParallelOptions(chunk_size=16)
+    with context_parallel(group, mask=mask, options=options, **cp):
+        tokens_, place, labels = inputs
+        shifted = {"labels": labels, "shift_labels": labels, "num_items_in_batch": count}
+        loss = model(tokens_, position_ids=place, attention_mask=mask, **shifted).loss
+        loss.backward()
+    ours = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    for result in ours:
+        dist.all_reduce(result, group=group)
+    alone, total = make_model("llama"), torch.zeros(())
+    for prompt, own in zip(prompts, rollouts, strict=True):
+        for rollout in own:
+            tokens_ = torch.tensor([prompt + rollout])
+            labels = torch.tensor([[-100] * len(prompt) + rollout])
+            total += alone(tokens_, labels=labels, num_items_in_batch=count).loss
+    total.backward()
+    wanted = [total.detach(), *(parameter.grad for parameter in alone.parameters())]
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_shared_prefixes(ranks):
+    ranks.run(shared_prefixes)

@@ -42,6 +42,17 @@ def config_of(name: str) -> Any:
         return hf.LlamaConfig(**SMALL)
     if name == "gemma3":
         return hf.Gemma3TextConfig(**SMALL, **MIXED, query_pre_attn_scalar=16)
+    if name == "phi3":  # two of three batches have positions beyond 64, on one of two ranks
+        size = SMALL["head_dim"] // 2
+        factors = {"short_factor": [1.0] * size, "long_factor": [2.0] * (size - 1) + [9.0]}
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+        lengths = {"max_position_embeddings": 512, "original_max_position_embeddings": 64}
+        small = {**SMALL, **lengths, "hidden_size": 64, "initializer_range": 0.2}
+        return hf.Phi3Config(**small, rope_parameters={**rope, **dict([*lengths.items()][1:])})
+    if name == "dynamic":
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        small = {**SMALL, "max_position_embeddings": 30, "initializer_range": 0.2}
+        return hf.LlamaConfig(**small, rope_parameters=rope)
     if name == "gemma2":
         return hf.Gemma2Config(
             **SMALL, **MIXED, query_pre_attn_scalar=16, attn_logit_softcapping=5.0
@@ -57,6 +68,8 @@ def config_of(name: str) -> Any:
 # The attention of transformers itself, but for gpt-oss, where all but "magi" mix documents.
 PLAIN = {
     "llama": "sdpa",
+    "phi3": "sdpa",
+    "dynamic": "sdpa",
     "gemma2": "eager",
     "gemma3": "eager",
     "llama4": "eager",

@@ -50,6 +50,16 @@ def test_trimmed_is_tight(rects):
 
 
 @few
+@given(some_rects(), places, places)
+def test_moved(rects, rows, columns):
+    steps = [torch.full_like(rects.row_begin, step) for step in (rows, columns)]
+    back = [-step for step in steps]
+    assert rects.moved(*steps).moved(*back).equals(rects).all()
+    padded = torch.nn.functional.pad(shown(rects), (columns, 0, rows, 0))
+    assert torch.equal(shown(rects.moved(*steps)), padded[:, :SIZE, :SIZE])
+
+
+@few
 @given(some_rects())
 def test_transposed(rects):
     assert torch.equal(shown(rects.transposed()), shown(rects).mT)

@@ -137,6 +137,8 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
         Two bool tensors `[batch, heads, q blocks, kv blocks]`, of one head where all have the same mask. Blocks at the
         end may be smaller.
     """
+    if intervals.by_keys:
+        rows, keys = keys, rows
     lo, hi = intervals.lo.long(), intervals.hi.long()
     _, entries, seqlen_q = lo.shape
     num_q, num_k = -(-seqlen_q // rows), -(-intervals.seqlen_k // keys)
@@ -158,6 +160,8 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
     begin = torch.arange(num_q, device=lo.device) * rows
     height = (seqlen_q - begin).clamp(max=rows)
     is_full = rows_per_block((lo + keys - 1) // keys, end) == height[:, None]
+    if intervals.by_keys:
+        is_seen, is_full = is_seen.mT, is_full.mT
     heads = intervals.heads.q
     return is_seen.unflatten(0, (-1, heads)), is_full.unflatten(0, (-1, heads))
 

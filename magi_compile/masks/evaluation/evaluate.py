@@ -14,7 +14,14 @@ from torch import Tensor
 from magi_compile._checks import MaskCheck
 from magi_compile.functions.text import column, names_of_captures
 from magi_compile.masks.evaluation import messages
-from magi_compile.masks.evaluation.key_index import Groups, Marks, Stretches, gather
+from magi_compile.masks.evaluation.key_index import (
+    Groups,
+    Marks,
+    Peaks,
+    Stretches,
+    gather,
+    is_readable,
+)
 from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.evaluation.visit import Visitor, is_plain
 from magi_compile.masks.expr.expr import Expr
@@ -92,14 +99,49 @@ class Evaluation(Visitor[Value, Tensor]):
             stretches = self.stretches(keys)
             return stretches.bound_within(lo, hi, self.tensor(counted(self.value(limit))))
 
+        if self.looks_for_bounds:
+            return self.narrow_one_by_one(lane, lo, hi)
         begin, end = self.edge(lane.lo, bound), self.edge(lane.hi, bound)
         return torch.maximum(lo, begin), torch.minimum(hi, end)
+
+    @property
+    def looks_for_bounds(self) -> bool:
+        """True if what lies above a limit is looked for where keys are not sorted: it may come last all the same, as
+        the ends of subtrees do behind the beginning of one."""
+        return self.program.by_keys and self.device.type == "cpu"
+
+    def narrow_one_by_one(self, lane: Lane, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        """`narrow_to_bounds`, the upper edge behind the lower one."""
+
+        def bound(keys: Expr, limit: Expr) -> Tensor:
+            found = self.bound_within(lane, keys, self.tensor(counted(self.value(limit))), lo, hi)
+            return torch.minimum(torch.maximum(found, lo), hi)
+
+        lo = torch.maximum(lo, self.edge(lane.lo, bound))
+        return lo, torch.minimum(hi, self.edge(lane.hi, bound))
+
+    def bound_within(self, lane: Lane, keys: Expr, limit: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+        """The first key of `[lo, hi)` with a value above `limit`; checks that no key behind it has another one."""
+        stretches = self.stretches(keys)
+        promises = (x for x in lane.ordered if x.holds.args == (keys,))
+        is_needed = sum(self.tensor(self.value(promise.when)) for promise in promises) > 0
+        is_open = ~stretches.is_one(lo, hi) & (lo < hi) & is_needed
+        if is_readable(is_open) and not bool(is_open.any()):
+            return stretches.bound_within(lo, hi, limit)
+        data = self.along_kv(keys).long()
+        peaks = self.once("peaks", keys, lambda: Peaks.of(data))
+        valleys = self.once("valleys", keys, lambda: Peaks.of(~data))
+        found = peaks.first_above(lo, limit)
+        is_broken = is_open & (valleys.first_above(found, ~limit.long() - 1) < hi)
+        words = messages.is_sorted(self.program.describe(keys))
+        self.check(is_broken, words, of_conversion=True)
+        return found
 
     def expect_order(
         self, promise: Promise, keys: Tensor, when: Value, lo: Tensor, hi: Tensor
     ) -> None:
         (expr,) = promise.holds.args
-        if when.data is False:
+        if when.data is False or self.looks_for_bounds:
             return
         is_broken = ~self.stretches(expr).is_one(lo, hi) & (lo < hi) & when.data
         words = messages.is_sorted(self.program.describe(expr))
@@ -147,6 +189,8 @@ class Evaluation(Visitor[Value, Tensor]):
         first = flat.to(torch.uint8).argmax()
         row, entry = first % broken.shape[1], first // broken.shape[1]
         place: tuple[Tensor, ...] = (row, entry)
+        if self.program.by_keys:
+            words = messages.of_a_key(words)
         if self.program.differs_by_head:
             heads = self.sizes.heads.q
             words, place = messages.of_a_head(words), (row, entry // heads, entry % heads)

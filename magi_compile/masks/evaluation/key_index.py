@@ -37,7 +37,7 @@ class Groups(NamedTuple):
         value, order = value.sort(dim=-1, stable=True)
         begin, end = begin.gather(-1, order), end.gather(-1, order)
         is_split = (value[:, 1:] == value[:, :-1]) & (begin[:, 1:] != begin[:, :-1])
-        if _is_readable(value) and not bool(is_split.any()):
+        if is_readable(value) and not bool(is_split.any()):
             return Groups(value, begin, end, end, None, None, data, run, order)
         last = torch.searchsorted(value, value, right=True) - 1
         splits = torch.nn.functional.pad(is_split.cumsum(-1, dtype=torch.int32), (1, 0))
@@ -106,6 +106,40 @@ class Stretches(NamedTuple):
         return torch.minimum(torch.maximum(bound, lo), hi)
 
 
+class Peaks(NamedTuple):
+    """The largest value of each 1, 2, 4, ... keys, `[1 or batch, seqlen_k / 2**n]` each, rounded up."""
+
+    levels: list[Tensor]
+
+    @staticmethod
+    def of(data: Tensor) -> Peaks:
+        levels = [data]
+        while (count := levels[-1].shape[-1]) > 1:
+            least = torch.iinfo(data.dtype).min
+            even = torch.nn.functional.pad(levels[-1], (0, count % 2), value=least)
+            levels.append(even.unflatten(-1, (-1, 2)).amax(-1))
+        return Peaks(levels)
+
+    def first_above(self, lo: Tensor, limit: Tensor) -> Tensor:
+        """The first key from lo on whose value is above `limit`, or seqlen_k."""
+        place, top = torch.broadcast_tensors(lo.long(), limit)[0], len(self.levels) - 1
+        depth = torch.full_like(place, -1)  # the level at which one was found
+        for number, level in enumerate(self.levels):
+            # Where the place is even, its values are those of its parent too.
+            is_next = (depth < 0) & (place < level.shape[-1]) & (place % 2 == 1)
+            if number == top:
+                is_next = (depth < 0) & (place == 0)
+            value = gather(level, place.clamp(max=level.shape[-1] - 1))
+            depth = torch.where(is_next & (value > limit), number, depth)
+            place = torch.where(depth < 0, (place + 1) // 2, place)
+        for number in range(top - 1, -1, -1):
+            level, is_above = self.levels[number], depth > number
+            value = gather(level, (2 * place).clamp(max=level.shape[-1] - 1))
+            below = 2 * place + (value <= limit)
+            place = torch.where(is_above, below, place)
+        return torch.where(depth < 0, self.levels[0].shape[-1], place)
+
+
 class Marks(NamedTuple):
     """The keys for which a condition holds; all `[1 or batch, seqlen_k + 1]`."""
 
@@ -152,7 +186,7 @@ def _runs(data: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.ne(data[:, 1:], data[:, :-1], out=starts[:, 1:])
     number = starts.cumsum(-1, dtype=torch.int32)
     last = number[:, -1:]
-    room = int(last.max()) if _is_readable(data) else seqlen_k
+    room = int(last.max()) if is_readable(data) else seqlen_k
     wanted = torch.arange(1, room + 1, dtype=torch.int32, device=data.device)
     begin = torch.searchsorted(number, torch.minimum(wanted, last))
     follower = torch.nn.functional.pad(begin[:, 1:], (0, 1), value=seqlen_k)
@@ -160,7 +194,7 @@ def _runs(data: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return data.gather(-1, begin), begin.to(torch.int32), end.to(torch.int32), number
 
 
-def _is_readable(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """True if values can be looked at for free: on the host, and not fake."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor
 

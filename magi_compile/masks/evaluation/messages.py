@@ -16,6 +16,32 @@ def of_a_head(words: Words) -> Words:
     return message, detail.replace("batch entry {}", "batch entry {} and head {}")
 
 
+def of_a_key(words: Words) -> Words:
+    """`words` about rows and the keys that they see, as they are about keys and the rows that see them; what stands in
+    backticks stays."""
+    return _exchanged(words[0]), _exchanged(words[1])
+
+
+def _exchanged(text: str) -> str:
+    parts = text.split("`")
+    for i in range(0, len(parts), 2):
+        part = parts[i].replace("that a row may see", "that may see a key")
+        for by_rows, by_keys in _BY_KEYS.items():
+            part = part.replace(by_rows, by_keys)
+        parts[i] = part
+    return "`".join(parts)
+
+
+_BY_KEYS = {
+    "the keys": "the rows",
+    "in row q = {}": "at key kv = {}",
+    "row q = {}": "key kv = {}",
+    "along kv": "along q",
+    "in every row": "at every key",
+    "at q = {}": "at kv = {}",
+}
+
+
 def are_neighbours(keys: str) -> Words:
     return (
         of_intervals(f"the keys with `{keys}` that a row may see must be next to each other"),

@@ -30,7 +30,7 @@ class _Range(NamedTuple):
 
 def expect_ranges(run: Evaluation) -> None:
     """Adds the checks of all marks in the program to those of `run`."""
-    for node in dict.fromkeys(run.program.expr.walk()):
+    for node in dict.fromkeys(run.program.facing.walk()):
         if node.op in FITS:
             run.checks.append(_check(run, node))
 
@@ -45,7 +45,7 @@ def range_checks(
     """The same checks alone; `tables` are the captured tensors and those computed."""
     if sizes.is_empty or not any(node.op in FITS for node in program.expr.walk()):
         return []
-    run = Evaluation(program, tables, symbols, sizes, device)
+    run = Evaluation(program, tables, symbols, sizes.facing(program.by_keys), device)
     expect_ranges(run)
     return run.checks
 

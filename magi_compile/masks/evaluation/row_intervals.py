@@ -34,6 +34,8 @@ class RowIntervals:
         seqlen_k: number of keys of a batch entry.
         checks: the intervals are right if all of them are ok.
         heads: those with masks of their own.
+        by_keys: whether rows and keys are exchanged: each key is seen by the rows `[lo[j], hi[j])`. What is called a
+            row here is a key then, and what is called a key a row, but for `sizes` and `to_dense`.
     """
 
     lo: Tensor
@@ -41,6 +43,7 @@ class RowIntervals:
     seqlen_k: int
     checks: tuple[MaskCheck, ...] = ()
     heads: Heads = ONE_MASK
+    by_keys: bool = False
 
     @property
     def num_intervals(self) -> int:
@@ -52,7 +55,8 @@ class RowIntervals:
 
     @property
     def sizes(self) -> MaskSizes:
-        return MaskSizes(self.lo.shape[1] // self.heads.q, self.seqlen_q, self.seqlen_k, self.heads)
+        batch = self.lo.shape[1] // self.heads.q
+        return MaskSizes(batch, self.seqlen_q, self.seqlen_k, self.heads).facing(self.by_keys)
 
     def check(self) -> None:
         """Raises ValueError for the first check that fails. Waits for the device if it is a GPU."""
@@ -63,7 +67,7 @@ class RowIntervals:
         """The mask as bool `[batch * heads.q, seqlen_q, seqlen_k]`. For tests and small masks."""
         key = torch.arange(self.seqlen_k, device=self.lo.device)
         inside = (key >= self.lo[..., None]) & (key < self.hi[..., None])
-        return inside.any(0)
+        return inside.any(0).mT if self.by_keys else inside.any(0)
 
 
 def row_intervals(
@@ -105,13 +109,15 @@ def row_intervals(
     check_arguments(program, tables, symbols, device)
     if heads is None:
         program.require_one_mask()
-    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads or ONE_MASK)
-    shape = (sizes.entries, seqlen_q)
-    keys = program.keys(seqlen_k, symbols)
+    sizes_of_mask = MaskSizes(batch, seqlen_q, seqlen_k, heads or ONE_MASK)
+    by_keys = program.by_keys
+    sizes = sizes_of_mask.facing(by_keys)
+    shape = (sizes.entries, sizes.seqlen_q)
+    keys = program.keys(sizes.seqlen_k, symbols)
     if sizes.is_empty:
         empty = torch.zeros(max(len(keys.lanes), 1), *shape, dtype=torch.int32, device=device)
-        return RowIntervals(empty, empty, seqlen_k, (), sizes.heads)
-    tables = with_columns(program, tables, symbols, sizes, device)
+        return RowIntervals(empty, empty, sizes.seqlen_k, (), sizes.heads, by_keys)
+    tables = with_columns(program, tables, symbols, sizes_of_mask, device)
     run = Evaluation(program, tables, symbols, sizes, device)
     expect_ranges(run)
     lanes = run.intervals(keys)
@@ -120,7 +126,7 @@ def row_intervals(
         lanes = [(zero, zero)]
     lanes = _disjoint(lanes)
     lo, hi = (torch.stack([x.expand(shape) for x in edges]) for edges in zip(*lanes, strict=True))
-    return RowIntervals(lo, hi, seqlen_k, tuple(run.checks), sizes.heads)
+    return RowIntervals(lo, hi, sizes.seqlen_k, tuple(run.checks), sizes.heads, by_keys)
 
 
 def exact_intervals(
@@ -134,8 +140,8 @@ def exact_intervals(
     heads: Heads,
     device: torch.device,
 ) -> RowIntervals | None:
-    """The row intervals of a mask and its data; None where there are none: the mask has no intervals, or the data are
-    not in the order that they need. Waits for the device if that is a GPU.
+    """The row intervals of a mask and its data, or those of keys; None where there are none: the mask has no intervals,
+    or the data are not in the order that they need. Waits for the device if that is a GPU.
 
     Args:
         program: the mask.
@@ -155,10 +161,21 @@ def exact_intervals(
     """
     if program.refusals:
         return None
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    own = heads if program.differs_by_head else ONE_MASK
+    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads if program.differs_by_head else ONE_MASK)
+    found = (_exact(way, tables, symbols, sizes, device) for way in program.ways)
+    return next((intervals for intervals in found if intervals is not None), None)
+
+
+def _exact(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    sizes: MaskSizes,
+    device: torch.device,
+) -> RowIntervals | None:
+    """`exact_intervals` in one way."""
     try:
-        intervals = row_intervals(program, tables, symbols, **sizes, heads=own, device=device)
+        intervals = row_intervals(program, tables, symbols, **sizes._asdict(), device=device)
     except UnsupportedMaskError:  # too many, which depends on lengths
         return None
     is_exact = True

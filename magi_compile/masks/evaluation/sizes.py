@@ -43,6 +43,10 @@ class MaskSizes(NamedTuple):
         """The number of entries with rows of their own."""
         return self.batch * self.heads.q
 
+    def facing(self, by_keys: bool) -> MaskSizes:
+        """Those of a mask as it is solved: with rows and keys exchanged where it is solved `by_keys`."""
+        return self._replace(seqlen_q=self.seqlen_k, seqlen_k=self.seqlen_q) if by_keys else self
+
     @property
     def is_empty(self) -> bool:
         return 0 in (self.batch, self.seqlen_q, self.seqlen_k)

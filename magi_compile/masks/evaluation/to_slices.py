@@ -1,8 +1,9 @@
 """Row intervals to slices.
 
 A slice is a run of rows whose intervals change the same way from row to row: each edge stands still or moves
-by one. Entries lie one after the other: row q of entry n is row `n * seqlen_q + q` of the slices, key kv is key
-`n // heads.group * seqlen_k + kv`. A batch entry is an entry, or each of its heads where these have masks of their own.
+by one. Where intervals are those of the rows that see a key, it is a run of keys. Entries lie one after the other: row
+q of entry n is row `n * seqlen_q + q` of the slices, key kv is key `n // heads.group * seqlen_k + kv`. A batch entry is
+an entry, or each of its heads where these have masks of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from magi_compile._checks import MaskCheck
 from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
+from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 
 
@@ -34,6 +36,9 @@ def slices_from_intervals(intervals: RowIntervals) -> AttnSlices:
     """
     runs = _runs(intervals)
     first, last = runs.starts.nonzero().flatten(), runs.ends.nonzero().flatten()
+    if intervals.by_keys:
+        lists = _rects_of_keys(intervals, runs, first, last).live().to_ranges()
+        return AttnSlices.unchecked(*lists, *intervals.sizes.totals).normalize()
     lists = _gather_runs(intervals, runs, first, last)
     return AttnSlices.of_runs(*lists, *intervals.sizes.totals)
 
@@ -65,7 +70,16 @@ def padded_slices_from_intervals(
     if total:
         is_used = (places[0] < total)[:, None]
         first, last = (place.clamp(max=total - 1) for place in places)
-        q_ranges, k_ranges, mask_types = _gather_runs(intervals, runs, first, last)
+        if intervals.by_keys:
+            rects = _rects_of_keys(intervals, runs, first, last)
+            has_area = rects.has_area() & is_used[:, 0].repeat(3)
+            # With more runs than room the number is one of those that do not fit either.
+            count = torch.maximum(count, has_area.sum())
+            first_of_all = has_area.to(torch.int8).argsort(descending=True, stable=True)[:capacity]
+            is_used = has_area[first_of_all][:, None]
+            q_ranges, k_ranges, mask_types = rects.select(first_of_all).to_ranges()
+        else:
+            q_ranges, k_ranges, mask_types = _gather_runs(intervals, runs, first, last)
         q_ranges, k_ranges = (torch.where(is_used, x, 0) for x in (q_ranges, k_ranges))
         mask_types = torch.where(is_used[:, 0], mask_types, 0)
     else:
@@ -107,3 +121,16 @@ def _gather_runs(
     k_ranges = torch.stack([k_begin + shift, k_end + shift], -1)
     mask_types = runs.mask_type[first]
     return q_ranges.to(torch.int32), k_ranges.to(torch.int32), mask_types.to(torch.int32)
+
+
+def _rects_of_keys(intervals: RowIntervals, runs: _Runs, first: Tensor, last: Tensor) -> Rects:
+    """The runs of keys from place `first` to place `last`: straight rects, three for each, some without area."""
+    sizes = intervals.sizes
+    key, last_key = (place % (sizes.entries * sizes.seqlen_k) for place in (first, last))
+    entry, begin = key // sizes.seqlen_k, key % sizes.seqlen_k
+    keys = torch.stack([begin, begin + last_key - key + 1], -1)
+    rows = torch.stack([intervals.lo.flatten()[first], intervals.hi.flatten()[last]], -1)
+    rects = Rects.from_ranges(keys, rows, runs.mask_type[first]).transposed().trimmed().straight()
+    return rects.moved(
+        (entry * sizes.seqlen_q).repeat(3), (entry // sizes.heads.group * sizes.seqlen_k).repeat(3)
+    )

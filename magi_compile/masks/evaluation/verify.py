@@ -89,13 +89,14 @@ def points_of_slices(count: int, lists: Sequence[Tensor], sizes: MaskSizes) -> P
 
 
 def points_of_intervals(count: int, intervals: RowIntervals, sizes: MaskSizes) -> Points:
-    """Points beside the ends of a row's intervals."""
-    device = intervals.lo.device
+    """Points beside the ends of a row's intervals, or of a key's."""
+    device, sizes = intervals.lo.device, sizes.facing(intervals.by_keys)
     entry, q = (_below(count, size, device) for size in (sizes.entries, sizes.seqlen_q))
     ends = torch.stack([intervals.lo, intervals.hi])
     side, number = (_below(count, size, device) for size in ends.shape[:2])
     kv = ends[side, number, entry, q] - _below(count, 2, device)
-    return Points(entry, q, kv.long().clamp(0, sizes.seqlen_k - 1))
+    kv = kv.long().clamp(0, sizes.seqlen_k - 1)
+    return Points(entry, kv, q) if intervals.by_keys else Points(entry, q, kv)
 
 
 def joined(*points: Points) -> Points:
@@ -146,8 +147,9 @@ def check_intervals(
         random_points(NUM_POINTS // 2, sizes, device),
         points_of_intervals(NUM_POINTS // 2, intervals, sizes),
     )
-    lo, hi = (x[:, points.entry, points.q] for x in (intervals.lo, intervals.hi))
-    shown = ((points.kv >= lo) & (points.kv < hi)).any(0)
+    row, key = (points.kv, points.q) if intervals.by_keys else (points.q, points.kv)
+    lo, hi = (x[:, points.entry, row] for x in (intervals.lo, intervals.hi))
+    shown = ((key >= lo) & (key < hi)).any(0)
     return _checks(program, tables, symbols, points, shown, sizes.heads.q)
 
 

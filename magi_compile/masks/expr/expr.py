@@ -406,6 +406,16 @@ def without_marks(expr: Expr) -> Expr:
     return build(expr.op, *args) if expr.op in _BUILDERS else Expr(expr.op, tuple(args))
 
 
+def exchanged(expr: Expr) -> Expr:
+    """`expr` with q in the place of kv, and kv in that of q."""
+    if not {"q", "kv"} & expr.variables:
+        return expr
+    if expr.op == "var":
+        return var("kv" if expr.args[0] == "q" else "q")
+    args = (exchanged(arg) if isinstance(arg, Expr) else arg for arg in expr.args)
+    return Expr(expr.op, tuple(args))
+
+
 def _integers(op: str, *args: Expr) -> tuple[Expr, ...]:
     """The operands of an operation on integers: a truth value beside an integer is 1 or 0, as PyTorch promotes it."""
     if {arg.kind for arg in args} != {"int", "bool"}:

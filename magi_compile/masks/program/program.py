@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from magi_compile.masks.expr.expr import (
     TRUE,
     Expr,
     ExprError,
+    exchanged,
     unsupported,
     without_marks,
 )
@@ -29,6 +30,7 @@ _TABLE = re.compile(r"t\d+")
 _BY_CODE = (
     "mask"  # in place of an expression, where there is none: the function of this name says all
 )
+_BY_KEYS = "of each key: "  # in front of an expression that is solved for q
 
 
 def _within_64_bits(keys: KeySet) -> KeySet:
@@ -59,11 +61,13 @@ class MaskProgram:
         expr: the mask.
         names: what the user calls the tensors, for messages; may be shorter than `num_tables`.
         code: the functions, see `functions/text.py`.
+        by_keys: whether it is solved for q: which rows see a key, and not which keys a row sees.
     """
 
     expr: Expr
     names: tuple[str, ...] = ()
     code: str = ""
+    by_keys: bool = False
 
     def __post_init__(self) -> None:
         names = tuple(_UNSAFE_IN_NAME.sub(" ", name).strip() for name in self.names)
@@ -79,6 +83,7 @@ class MaskProgram:
     def text(self) -> str:
         """All of it, for `parse`."""
         expr = _BY_CODE if self.expr.reasons else str(self.expr)
+        expr = f"{_BY_KEYS}{expr}" if self.by_keys else expr
         return _END_OF_LINE.join((self._headline(expr), *self.code.splitlines()))
 
     def _headline(self, text: str) -> str:
@@ -109,9 +114,11 @@ class MaskProgram:
             if label != f"t{len(names)}" or not name:
                 raise ExprError(f"not a list of names: {comment.strip()!r}")
             names.append(name)
+        by_keys, body = body.startswith(_BY_KEYS), body.removeprefix(_BY_KEYS)
         is_by_code = body.strip() == _BY_CODE
         expr = unsupported("it was no expression") if is_by_code else parse(body)
-        return MaskProgram(expr, tuple(names), "".join(f"{line}\n" for line in lines))
+        code = "".join(f"{line}\n" for line in lines)
+        return MaskProgram(expr, tuple(names), code, by_keys)
 
     @cached_property
     def functions(self) -> Mapping[str, Callable[..., Any]]:
@@ -181,9 +188,41 @@ class MaskProgram:
         """The number of captured ints that it takes."""
         return max((n.args[0] for n in self.expr.walk() if n.op == "symbol"), default=-1) + 1
 
+    # Rows and keys
+
+    @cached_property
+    def facing(self) -> Expr:
+        """The mask as it is solved, for kv: with rows and keys exchanged where it is solved for q."""
+        return exchanged(self.expr) if self.by_keys else self.expr
+
+    @cached_property
+    def ways(self) -> tuple[MaskProgram, ...]:
+        """The same mask by rows and by keys, as far as intervals can express it, the one that takes less of its data
+        for granted first; `self` where they can in neither way.
+
+        The rows that see a key are one interval where the keys that a row sees are many: in trees, whose tables say
+        for each key up to which row it is seen.
+        """
+        if self.expr.reasons or not self.reads_tensors:
+            return (self,)
+        by_rows, by_keys = (replace(self, by_keys=by_keys) for by_keys in (False, True))
+        if by_keys.refusals or by_keys.repeats:
+            return (by_rows,)
+        if by_rows.refusals:
+            return (by_keys,)
+        both = (by_rows, by_keys)
+        return both if by_rows.num_promises <= by_keys.num_promises else both[::-1]
+
+    @cached_property
+    def num_promises(self) -> int:
+        """How many different things it takes for granted of the data. Raises as `solved` does."""
+        keys = self.solved
+        promises = {*keys.required}.union(*(x.grouped + x.ordered for x in keys.lanes))
+        return len({promise.holds for promise in promises})
+
     @cached_property
     def solved(self) -> KeySet:
-        """The keys of a row, as expressions, in lanes that may repeat along the keys.
+        """The keys of a row, as expressions, in lanes that may repeat along the keys; the rows of a key `by_keys`.
 
         Returns:
             The lanes.
@@ -192,14 +231,14 @@ class MaskProgram:
             UnsupportedMaskError: with all reasons.
         """
         try:
-            return _within_64_bits(solve(without_marks(self.expr)))
+            return _within_64_bits(solve(without_marks(self.facing)))
         except UnsupportedMaskError as error:
             raise UnsupportedMaskError(
                 [self.describe(reason) for reason in error.reasons]
             ) from None
 
     def keys(self, seqlen_k: int, symbols: Sequence[int] = ()) -> KeySet:
-        """The key intervals of a row, as expressions.
+        """The key intervals of a row, as expressions; `by_keys` the intervals of rows of a key.
 
         Args:
             seqlen_k: number of keys of a batch entry.
@@ -258,7 +297,7 @@ class MaskProgram:
         return self.expr == TRUE
 
     def describe(self, text: Expr | str) -> str:
-        """A part of the mask, or a text about it, with the captured tensors under the user's names."""
+        """A part of the mask as it is solved, or a text about it, with the captured tensors under the user's names."""
         found = self._described.get(text)
         if found is None:
             found = self._described[text] = self._describe(text)
@@ -273,4 +312,6 @@ class MaskProgram:
             index = int(match[1])
             return self.names[index] if index < len(self.names) else match[0]
 
+        if self.by_keys and isinstance(text, Expr):
+            text = exchanged(text)
         return re.sub(r"\bt(\d+)\b", name, str(text))

@@ -104,13 +104,13 @@ def read_with_care(
     operators that it consists of.
     """
     tracer = Tracer(graph, captures, list(names))
-    program = tracer.program()
+    program = tracer.program().ways[0]
     if program.is_verifiable or not program.refusals:
         return program, tracer.has_failed
     plain = tracer.functional()
     if plain is not None:
         again = Tracer(plain, captures, list(names))
-        found = again.program()
+        found = again.program().ways[0]
         if found.is_verifiable or not found.refusals:
             return found, again.has_failed
     return program, tracer.has_failed

@@ -121,7 +121,11 @@ class MaskCall(NamedTuple):
         given = self.batch, self.seqlen_q, self.seqlen_k
         batch, seqlen_q, seqlen_k = sizes = [_compat.size_at_hand(x) for x in given]
         symbols = [_compat.size_at_hand(x) for x in self.symbols]
-        if kernel is None or not all(type(x) is int for x in (*sizes, *symbols)):
+        if (
+            kernel is None
+            or self.mask.by_keys
+            or not all(type(x) is int for x in (*sizes, *symbols))
+        ):
             return
         mode = _compat.static_fake_mode()
         # Whatever speaks against it, the call will say.

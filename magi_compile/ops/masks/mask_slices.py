@@ -23,7 +23,7 @@ def _mask_slices(*arguments: Any) -> Lists:
     call = MaskCall.of(*arguments)
     mask, tables, symbols, device = call.mask, call.tables, call.symbols, call.device
     blocks, sizes = call.lists, call.sizes
-    on_device = mask_slices_kernel(arch_of(device))
+    on_device = None if mask.by_keys else mask_slices_kernel(arch_of(device))
     if on_device is not None:
         hand_over_to_launcher()
         lists, tables = on_device.run(

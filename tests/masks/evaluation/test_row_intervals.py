@@ -1,11 +1,15 @@
 """Evaluating mask programs: exact whatever the mask, or an error that says what is wrong with the data."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from magi_compile import MaskDataError
 from magi_compile.masks import (
     MaskProgram,
     UnsupportedMaskError,
@@ -13,6 +17,7 @@ from magi_compile.masks import (
     row_intervals,
     slices_from_intervals,
 )
+from magi_compile.masks.evaluation.block_lists import visible_blocks
 from tests.masks.support.helpers import evaluate, packed
 from tests.masks.support.random_masks import KEYS, LEAVES, ROWS, SIGNS, tables_for
 
@@ -52,6 +57,51 @@ def test_random_masks(text, batch, seqlen_q, seqlen_k, seed):
             0
         ].normalize()
     )
+
+
+@settings(max_examples=250, deadline=None)
+@given(masks, st.integers(1, 2), st.integers(1, 14), st.integers(1, 14), st.integers(0, 9))
+def test_random_masks_by_keys(text, batch, seqlen_q, seqlen_k, seed):
+    """The same of masks that are solved for the rows that see a key."""
+    tables = tables_for(batch, max(seqlen_q, seqlen_k), seed)
+    program = replace(MaskProgram.parse(text), by_keys=True)
+    assert MaskProgram.parse(program.text) == program
+    if program.refusals or program.repeats:
+        return
+    intervals = row_intervals(
+        program.text, tables, [3], batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k
+    )
+    if not all(bool(check.ok) for check in intervals.checks):
+        return
+    expected = evaluate(text, batch, seqlen_q, seqlen_k, tables, [3])
+    assert torch.equal(intervals.to_dense(), expected)
+    slices = slices_from_intervals(intervals)
+    assert torch.equal(slices.to_dense(), packed(expected))
+    room = 3 * max(program.max_intervals(), 1) * batch * seqlen_k
+    padded, fits = padded_slices_from_intervals(intervals, room)
+    assert bool(fits.ok)
+    assert list(padded.normalize()) == list(slices)
+    if count := int((padded.q_ranges[:, 0] < padded.q_ranges[:, 1]).sum()):
+        assert not bool(padded_slices_from_intervals(intervals, count - 1)[1].ok)
+    by_block = zip(visible_blocks(intervals, 4, 3), (torch.any, torch.all), strict=True)
+    for found, of_block in by_block:
+        for i, j in itertools.product(*map(range, found.shape[2:])):
+            block = expected[:, 4 * i : 4 * i + 4, 3 * j : 3 * j + 3].flatten(1)
+            assert torch.equal(found[:, 0, i, j], of_block(block, 1))
+
+
+def test_messages_about_keys():
+    """They speak of rows where others speak of keys."""
+    sizes = {"batch": 1, "seqlen_q": 4, "seqlen_k": 3}
+    tables = [torch.tensor([0, 3, 1, 2])]
+    for text, message in (
+        ("t0[q] <= kv", r"`t0\[q\]` must never decrease along the rows that may see a key, but at key kv = 1"),
+        ("t0[q] // 2 == kv", r"`t0\[q\] // 2` must hold equal values next to each other along q, but the value 0 "
+         "that key kv = 0 of batch entry 0 looks up lies in several places"),
+    ):  # fmt: skip
+        program = replace(MaskProgram.parse(text), by_keys=True)
+        with pytest.raises(MaskDataError, match=message):
+            row_intervals(program, tables, **sizes).check()
 
 
 def test_most_random_masks_are_evaluated():
@@ -271,7 +321,7 @@ def test_device_path_equals_host_path(monkeypatch):
         ):
             on_host = row_intervals(text, tables, **sizes)
             with monkeypatch.context() as patch:
-                patch.setattr(module, "_is_readable", lambda tensor: False)
+                patch.setattr(module, "is_readable", lambda tensor: False)
                 on_device = row_intervals(text, tables, **sizes)
             failed = [not all(bool(c.ok) for c in found.checks) for found in (on_host, on_device)]
             assert failed[0] == failed[1]
