@@ -68,7 +68,6 @@ def test_other_numbers_are_of_one_structure():
         of_table((table(1, 2),)),
         lambda q, kv: q >= kv,
     ],
-    ids=str,
 )
 def test_others_are_not(other):
     assert structure_of(other).key != structure_of(of_table(table(1, 2))).key
