@@ -3,7 +3,7 @@
 A tensor of rows is `(base, strides)`, with the strides (token, head, dim), and a walk is `(tiles, runs, edges, bits)`.
 An interval is `(lo, hi, col_end)`: the columns `[lo, hi)` that each row sees of a run, and where the columns of the run
 end. With `S.has_bits` behind it stand the row of bits that is each row's, of a block (`plan/bit_runs.py`), or -1, and
-the first column of the run. `S` is the `Sizes` of `kernel.py`.
+the first column of the run. `S` is the `KernelSizes` of `kernel.py`.
 
 Scores are in base 2: `qk * factors[0]`; with a softcap `tanh(qk * factors[0]) * factors[1]`; with a score program
 `SCORES(qk * factors[0], ...) * factors[1]`. `SCORES`, `SLOPES` and `ADD_GRADIENTS` are functions that `score_source.py`

@@ -38,7 +38,7 @@ MIN_ARCH = (8, 0)
 MAX_HEAD_DIM = 256
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """The constants that a kernel is compiled for; one and the same name for each on the host and on the device."""
 
     tile_rows: int
@@ -51,11 +51,11 @@ class Sizes(NamedTuple):
     has_bits: bool
 
 
-def sizes_of(problem: AttnProblem, tile_rows: int, block_cols: int) -> Sizes:
+def sizes_of(problem: AttnProblem, tile_rows: int, block_cols: int) -> KernelSizes:
     """The constants of a kernel whose tiles have `tile_rows` and whose blocks have `block_cols`."""
     dim, dim_v = problem.head_dim, problem.head_dim_v
     of_heads = (dim, _padded(dim), dim_v, _padded(dim_v))
-    return Sizes(tile_rows, block_cols, *of_heads, problem.softcap != 0.0, problem.has_bits)
+    return KernelSizes(tile_rows, block_cols, *of_heads, problem.softcap != 0.0, problem.has_bits)
 
 
 class TritonKernel:

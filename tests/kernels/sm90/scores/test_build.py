@@ -1,5 +1,6 @@
 """What NVRTC makes of the kernels with a score program."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,6 @@ from magi_compile.kernels.sm90.scores.gradients import table_gradients_variant
 from magi_compile.kernels.sm90.scores.source import score_source
 from magi_compile.score.read import trace_score_program
 from tests.score.score_mods import CASES
-from tests.support.pairwise import pairwise
 
 PROGRAMS = {case.name: case for case in CASES}
 
@@ -45,10 +45,15 @@ def test_alibi_spills_nothing(head_dim):
 @pytest.mark.parametrize(
     ("name", "head_dim", "has_bits"),
     [
-        *((name, 128, False) for name in ("alibi", "relative", "t5", "documents")),
-        *(("relative", head_dim, True) for head_dim in (64, 96, 128, 192, 256)),
-        ("learned", 64, False),
-        ("tanh_of_sums", 192, False),
+        *(("relative", head_dim, True) for head_dim in (64, 128, 192, 256)),
+        *[("learned", 64, False), ("documents", 128, False)],
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                *((name, 128, False) for name in ("alibi", "relative", "t5")),
+                *[("relative", 96, True), ("tanh_of_sums", 192, False)],
+            )
+        ),
     ],
 )
 def test_gradients_of_captured_tensors_spill_nothing(name, head_dim, has_bits):
@@ -60,11 +65,13 @@ def test_gradients_of_captured_tensors_spill_nothing(name, head_dim, has_bits):
 
 @pytest.mark.parametrize(
     ("name", "has_bits", "deterministic"),
-    pairwise(
-        ["learned", "tanh_of_sums", "where", "temperature", "square"],
-        *[(False, True), (False, True)],
-        others_are_slow=True,
-    ),
+    [  # bits and an order of additions need registers most
+        pytest.param(*x, marks=() if x[1] and x[2] else pytest.mark.slow)
+        for x in itertools.product(
+            ["learned", "tanh_of_sums", "where", "temperature", "square"],
+            *[(False, True), (False, True)],
+        )
+    ],
 )
 def test_slopes_spill_nothing(name, has_bits, deterministic):
     score = source_of(name, wants_gradients=False)
