@@ -375,3 +375,17 @@ def test_a_block_mask_of_models_that_read_the_mask(name):
     for rows, ours in zip(packed.rows, packed.unpack(logits), strict=True):
         wanted = model(packed.input_ids[:, rows], use_cache=False).logits[0]
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LEARNED_POSITIONS)
+def test_tokens_of_models_that_read_the_mask(name):
+    """With a static cache they are given a BlockMask."""
+    torch.manual_seed(0)
+    kind, config = LEARNED_POSITIONS[name]()
+    model = kind._from_config(config, attn_implementation="magi").eval()
+    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    arguments = {**greedy, "cache_implementation": "static", "disable_compile": True}
+    prompt = torch.randint(3, 60, (2, 20))
+    ours = model.generate(prompt, **arguments)
+    model.set_attn_implementation("eager")
+    assert torch.equal(ours, model.generate(prompt, **arguments))

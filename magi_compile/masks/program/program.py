@@ -197,8 +197,8 @@ class MaskProgram:
 
     @cached_property
     def ways(self) -> tuple[MaskProgram, ...]:
-        """The same mask by rows and by keys, as far as intervals can express it, the one that takes less of its data
-        for granted first; `self` where they can in neither way.
+        """The same mask by rows and by keys, as far as intervals can express it, the one that takes less order of its
+        data for granted first; `self` where they can in neither way.
 
         The rows that see a key are one interval where the keys that a row sees are many: in trees, whose tables say
         for each key up to which row it is seen.
@@ -211,14 +211,15 @@ class MaskProgram:
         if by_rows.refusals:
             return (by_keys,)
         both = (by_rows, by_keys)
-        return both if by_rows.num_promises <= by_keys.num_promises else both[::-1]
+        return both if by_rows.num_orders <= by_keys.num_orders else both[::-1]
 
     @cached_property
-    def num_promises(self) -> int:
-        """How many different things it takes for granted of the data. Raises as `solved` does."""
+    def num_orders(self) -> int:
+        """In how many expressions it takes some order of the data for granted. Raises as `solved` does."""
         keys = self.solved
         promises = {*keys.required}.union(*(x.grouped + x.ordered for x in keys.lanes))
-        return len({promise.holds for promise in promises})
+        held = {promise.holds for promise in promises}
+        return len([x for x in held if x.op in ("is_sorted", "is_grouped")])
 
     @cached_property
     def solved(self) -> KeySet:

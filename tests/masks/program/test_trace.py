@@ -256,3 +256,21 @@ def test_wrong_captures():
     graph = graph_of(lambda graph, b, h, q, kv, table: table, 1)
     with pytest.raises(ValueError, match=r"`captures` must have 1 entries.* got 0"):
         trace_graph(graph, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "by_keys"),
+    [
+        ("(t0[q] == t0[kv]) & (q >= kv)", [False, True]),
+        ("kv * t0 >= q", [False, True]),  # of a sign, not of an order
+        ("q >= kv", [False]),
+        ("(t0[kv] <= t0[q]) & (t0[q] < t1[kv])", [True, False]),
+        ("(q >= kv) & (q < t0[kv])", [True, False]),
+        ("t0[kv] - kv * kv == q", [True]),
+        ("(t0[q] == t0[kv]) & (kv % 7 == q % 5)", [False]),  # repeats along the rows
+        ("t0[q, kv]", [False]),
+    ],
+)
+def test_ways(text, by_keys):
+    """What takes less order for granted comes first."""
+    assert [way.by_keys for way in MaskProgram.parse(text).ways] == by_keys

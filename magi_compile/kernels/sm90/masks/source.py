@@ -97,7 +97,7 @@ def mask_source(program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, .
 
     Args:
         program: the mask.
-        keys: its `program.keys(...)`.
+        keys: its `program.keys(...)`, of rows.
         dtypes: of the captured tensors, of `ELEMENTS`.
 
     Returns:
@@ -106,6 +106,7 @@ def mask_source(program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, .
     Raises:
         TypeError: a captured tensor of integers where a truth value is needed.
     """
+    assert not program.by_keys
     return _SlicesWriter(program, keys, dtypes).write()
 
 
