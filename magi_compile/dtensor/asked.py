@@ -15,17 +15,28 @@ from magi_compile import _compat
 from magi_compile.dtensor.arguments import BackwardOptions, Options
 from magi_compile.dtensor.entries import PLAIN, Packing
 from magi_compile.dtensor.planning.cover import Entries
-from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.base import AttnProblem, CompiledKernel, Kernel
+from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.select import ScoreNeeds, problem_on, select
 from magi_compile.score.program import ScoreProgram
 
 
 class Choice(NamedTuple):
-    """The kernel of a call, what it is asked for, and how heads are packed into entries."""
+    """The kernel of a call, and how it is called.
+
+    Attributes:
+        kernel: the kernel.
+        problem: what it is asked for.
+        packing: of heads into entries.
+        compiled: the kernel, if it is one that is compiled.
+        is_early: whether it may begin before remote keys are there.
+    """
 
     kernel: Kernel
     problem: AttnProblem
     packing: Packing
+    compiled: CompiledKernel | None
+    is_early: bool
 
 
 class Asked(NamedTuple):
@@ -147,4 +158,6 @@ def _choice(asked: Asked, entries: Entries, has_bits: bool) -> Choice:
         has_max_scores=asked.has_max_scores,
     )
     kernel = select(problem, asked.kernel or None, asked.needs(), may_be_slower=True).kernel
-    return Choice(kernel, problem, packing)
+    compiled = kernel if isinstance(kernel, CompiledKernel) else None
+    is_early = not asked.score and isinstance(kernel, EarlyKernel)
+    return Choice(kernel, problem, packing, compiled, is_early)
