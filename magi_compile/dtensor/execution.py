@@ -230,7 +230,9 @@ class Prepared:
         self.entries, self.key_entries = packing.queries, packing.keys
         # No kernel does any other call in steps.
         has_steps = not problem.has_score and packing is PLAIN and not problem.has_bits
-        self.early, self.phased = _in_steps(kernel) if has_steps else (None, None)
+        self.early, self.phased = None, None
+        if has_steps:
+            self.early, self.phased = _in_steps(kernel)  # type: ignore[arg-type]  # hashed by identity
         self.forward_routes, self.backward_routes = map(routes_of, (plan.forward, plan.backward))
 
     @cached_property
