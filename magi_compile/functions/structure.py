@@ -18,6 +18,7 @@ from magi_compile.functions.reached import UNNAMED, names_in
 
 _NUMBERS = (bool, int, str, bytes, range, type(None), type(...))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, type)  # no instances, which may change
 # Their functions follow from what they are called with, and from nothing else.
 _LIBRARIES = frozenset(("torch", "math", "operator", "_operator"))
 _MOST = 64  # things that a function reaches: others are not worth to be looked at
@@ -80,7 +81,7 @@ class _Reading:
             return self._function(value)
         if cls is types.ModuleType and _is_of_a_library(value.__name__):
             return cls, value.__name__
-        if callable(value) and _is_of_a_library(getattr(value, "__module__", None)):
+        if isinstance(value, _CALLED) and _is_of_a_library(getattr(value, "__module__", None)):
             return cls, value
         raise _UnknownError
 

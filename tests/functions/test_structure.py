@@ -100,6 +100,12 @@ def test_globals_defaults_and_other_functions(monkeypatch):
     assert key() != before
 
 
+def test_functions_of_pytorch():
+    first, second = (structure_of(of_two(x, 1)) for x in (torch.nn.functional.pad, torch.Size))
+    assert first.key == structure_of(of_two(torch.nn.functional.pad, 1)).key
+    assert first.key != second.key
+
+
 def test_a_function_that_calls_itself():
     def function(q, kv, depth=2):
         return q >= kv if depth == 0 else function(q, kv, depth - 1)
@@ -148,8 +154,10 @@ def not_there_yet():
         not_there_yet(),
         lambda q, kv: getattr(Mask, "limit") > q,  # noqa: B009
         of_table([0] * 1000),
+        of_table(torch.nn.Threshold(1, 2)),
+        of_table(torch.zeros(2).item),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_what_may_be_more_than_it_shows(function):
     assert structure_of(function) is None
