@@ -121,7 +121,7 @@ class _Reading:
         others = names - function.__globals__.keys()
         if any(name in sys.modules and not _is_of_a_library(name) for name in others):
             raise _UnknownError
-        if vars(builtins) is not function.__builtins__:
+        if vars(builtins) is not function.__builtins__:  # type: ignore[attr-defined]
             raise _UnknownError
         return tuple(found)
 
