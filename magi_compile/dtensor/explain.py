@@ -114,7 +114,8 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         forward = forward_seconds(loads, degrees[0], cost)
     backward = backward_seconds(loads, degrees[1], cost)
     ideal = loads.area.double().mean().item() * cost.seconds_per_area
-    area, local, received, sent = (tuple(x.tolist()) for x in loads[:4])
+    of_ranks = (loads.area, loads.local_area, loads.recv_rows, loads.send_rows)
+    area, local, received, sent = (tuple(x.tolist()) for x in of_ranks)
     early = "one call, which begins with a rank's own keys while the others travel"
     return PlanExplanation(
         rank=plan.rank,

@@ -13,6 +13,7 @@ plan says the mask, with blocks of bits and masks of each batch entry and head; 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -158,8 +159,10 @@ def _begin_traced(
     is_backward: bool = False,
 ) -> None:
     """Begins to compile what a call of fake tensors will launch."""
-    if _compat.is_in_use(qkv[0].device):
-        scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
+    if not _compat.is_in_use(qkv[0].device):
+        return
+    scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
+    with suppress(Exception):  # of sizes that nobody knows yet
         asked = Asked.of(options, scale, qkv, wanted)
         ahead.begin_call(asked, is_backward=is_backward, wanted=wanted)
 

@@ -110,7 +110,12 @@ class Aside:
         if not self._has_ended.is_set():
             return False
         self._has_ended.clear()
-        threading.Thread(target=self._run, args=(call,), name="magi-aside", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(call,), name="magi-aside", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is about to end
+            self._has_ended.set()
+            return False
         return self._has_ended.wait(SECONDS_OF_AN_ANSWER)
 
     def _run(self, call: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ same with their tensors, unless they ask for what is in these.
 from __future__ import annotations
 
 import builtins
+import sys
 import types
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from magi_compile.functions.reached import UNNAMED, names_in
 
 _NUMBERS = (bool, int, str, bytes, range, type(None), type(...))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, type)  # no instances, which may change
 # Their functions follow from what they are called with, and from nothing else.
 _LIBRARIES = frozenset(("torch", "math", "operator", "_operator"))
 _MOST = 64  # things that a function reaches: others are not worth to be looked at
@@ -76,11 +78,14 @@ class _Reading:
             return cls, repr(value)  # 0.0 is not -0.0
         if cls is tuple or cls is list:
             return (cls, *[self.kind(x) for x in value])
-        if cls is types.FunctionType and not _is_of_a_library(value.__module__):
+        # A function of PyTorch's may hold others of the user's: `and_masks`.
+        if cls is types.FunctionType and not (
+            _is_of_a_library(value.__module__) and value.__closure__ is None
+        ):
             return self._function(value)
         if cls is types.ModuleType and _is_of_a_library(value.__name__):
             return cls, value.__name__
-        if callable(value) and _is_of_a_library(getattr(value, "__module__", None)):
+        if isinstance(value, _CALLED) and _is_of_a_library(getattr(value, "__module__", None)):
             return cls, value
         raise _UnknownError
 
@@ -112,6 +117,10 @@ class _Reading:
         # The same names are those of attributes, of which there may be globals by chance.
         for name in sorted(names & function.__globals__.keys()):
             found.append((name, self.kind(function.__globals__[name])))
+        # Of others, some may be modules that it imports itself.
+        others = names - function.__globals__.keys()
+        if any(name in sys.modules and not _is_of_a_library(name) for name in others):
+            raise _UnknownError
         if vars(builtins) is not function.__builtins__:  # type: ignore[attr-defined]
             raise _UnknownError
         return tuple(found)

@@ -212,7 +212,8 @@ class CompiledKernel(Protocol):
         problem: AttnProblem,
         device: torch.device,
     ) -> Plan:
-        """The plan that `Kernel.plan` makes of so many slices on `device`, in tensors that have shapes alone."""
+        """A plan with tensors where `Kernel.plan` has some for so many slices on `device`, and empty ones elsewhere;
+        they have no values."""
         ...
 
     def begin_plan(self, plan: Plan, problem: AttnProblem) -> None:

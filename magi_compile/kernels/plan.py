@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, Walk
 _ALIGNMENT = 4  # int32s: kernels read 16 bytes at a time
 _WALK = ((len(TILE_FIELDS),), (len(RUN_FIELDS),), (NUM_LANES, 2))
 _ROWS: tuple[tuple[int, ...], ...] = (*_WALK, (), *_WALK, (8,))  # of each tensor of a `PlanLayout`
+_NUMELS = tuple(math.prod(row) for row in _ROWS)
+_STRIDES = tuple(tuple(math.prod(row[i:]) for i in range(len(row) + 1)) for row in _ROWS)
 
 
 class PlanTiles(NamedTuple):
@@ -119,15 +121,17 @@ class PlanLayout(NamedTuple):
     @property
     def offsets(self) -> list[Any]:
         """The begin of each tensor, in int32s, and the end of the last one."""
-        sizes = (rows * torch.Size(row).numel() for rows, row in zip(self, _ROWS, strict=True))
-        return list(accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0))
+        ends: list[Any] = [0]
+        for rows, numel in zip(self, _NUMELS, strict=True):
+            size = rows * numel
+            ends.append(ends[-1] + size + -size % _ALIGNMENT)
+        return ends
 
     @property
     def places(self) -> list[tuple[Any, ...]]:
         """The size, the stride and the offset of each tensor."""
-        strides = (tuple(torch.Size(x[i:]).numel() for i in range(len(x) + 1)) for x in _ROWS)
-        sizes = ((rows, *row) for rows, row in zip(self, _ROWS, strict=True))
-        return list(zip(sizes, strides, self.offsets, strict=False))
+        sizes = [(rows, *row) for rows, row in zip(self, _ROWS, strict=True)]
+        return list(zip(sizes, _STRIDES, self.offsets, strict=False))
 
 
 def shape_of(

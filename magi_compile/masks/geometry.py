@@ -48,8 +48,17 @@ class Rects(NamedTuple):
         Returns:
             As many rects, not trimmed.
         """
-        (q_begin, q_end), (k_begin, k_end) = q_ranges.long().unbind(-1), k_ranges.long().unbind(-1)
-        types = mask_types.long()
+        (q_begin, q_end), (k_begin, k_end) = q_ranges.unbind(-1), k_ranges.unbind(-1)
+        return cls.from_bounds(q_begin, q_end, k_begin, k_end, mask_types)
+
+    @classmethod
+    def from_bounds(
+        cls, q_begin: Tensor, q_end: Tensor, k_begin: Tensor, k_end: Tensor, mask_types: Tensor
+    ) -> Rects:
+        """`from_ranges` of the begins and the ends of ranges, integers `[num_slices]`."""
+        q_begin, q_end, k_begin, k_end, types = (
+            x.long() for x in (q_begin, q_end, k_begin, k_end, mask_types)
+        )
         moves_left_edge = (types & _MOVES_LEFT_EDGE) != 0
         moves_right_edge = (types & _MOVES_RIGHT_EDGE) != 0
         return cls(
@@ -82,6 +91,10 @@ class Rects(NamedTuple):
             types.to(torch.int32),
         )
 
+    def cpu(self) -> Rects:
+        """The same rects on the CPU. Waits for the device."""
+        return self if self.row_begin.device.type == "cpu" else Rects(*[x.cpu() for x in self])
+
     # What rects hold
 
     def has_area(self) -> Tensor:
@@ -90,7 +103,8 @@ class Rects(NamedTuple):
 
     def live(self) -> Rects:
         """Those of trimmed rects that show anything. Waits for the device."""
-        return self.select(self.has_area())
+        has_area = self.has_area()
+        return self if bool(has_area.all()) else self.select(has_area)
 
     def select(self, index: Tensor | slice) -> Rects:
         """The rects at `index`, int64 or bool of any shape, or a slice."""

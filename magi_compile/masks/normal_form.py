@@ -151,8 +151,8 @@ def _stack_rows(pieces: Rects) -> Rects:
         done.append(rect)
         open_rects[end, lo + max(dlo, 0) * (rows - 1)] = rect
     done.sort(key=lambda rect: (rect[0], rect[2]))
-    fields = torch.tensor(done, dtype=torch.int64, device="cpu").reshape(-1, 6).unbind(1)
-    row_begin, row_end, lo, hi, dlo, dhi = fields
+    fields = torch.tensor(done, dtype=torch.int64, device="cpu").reshape(-1, 6).t().contiguous()
+    row_begin, row_end, lo, hi, dlo, dhi = fields.unbind()
     return Rects(
         row_begin,
         row_end,

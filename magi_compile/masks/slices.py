@@ -167,19 +167,9 @@ class AttnSlices:
         return slices
 
     @classmethod
-    def of_runs(
-        cls,
-        q_ranges: Tensor,
-        k_ranges: Tensor,
-        mask_types: Tensor,
-        seqlen_q: int,
-        seqlen_k: int,
-    ) -> AttnSlices:
-        """Makes slices in normal form of such that are known to be right and tight: every row of each sees a key, and
-        an edge that moves cuts something. Waits for the device if that is a GPU."""
-        rects = Rects.from_ranges(*(x.cpu() for x in (q_ranges, k_ranges, mask_types)))
-        slices = cls._from_rects(normal_form(rects), seqlen_q, seqlen_k)
-        return slices if q_ranges.device.type == "cpu" else slices.to(q_ranges.device)
+    def of_rects(cls, rects: Rects, seqlen_q: int, seqlen_k: int) -> AttnSlices:
+        """Makes slices of trimmed, straight rects, in normal form, on the CPU. Waits for the device of the rects."""
+        return cls._from_rects(normal_form(rects.cpu()), seqlen_q, seqlen_k)
 
     @classmethod
     def from_lists(

@@ -6,6 +6,7 @@ import operator
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 from magi_compile.functions.structure import structure_of
 
@@ -99,6 +100,26 @@ def test_globals_defaults_and_other_functions(monkeypatch):
     assert key() != before
 
 
+def test_functions_of_pytorch():
+    first, second = (structure_of(of_two(x, 1)) for x in (torch.nn.functional.pad, torch.Size))
+    assert first.key == structure_of(of_two(torch.nn.functional.pad, 1)).key
+    assert first.key != second.key
+
+
+def test_what_a_function_of_pytorch_holds(monkeypatch):
+    def key(*values):
+        return structure_of(and_masks(of_table(table(*values)), lambda q, kv: q < LIMIT)).key
+
+    before = key(1, 2)
+    assert key(3, 4) == before
+    assert key(1, 2, 3) != before
+    both = and_masks(lambda q, kv: q < LIMIT)
+    of_both = structure_of(both).key
+    monkeypatch.setitem(globals(), "LIMIT", 4)
+    assert key(1, 2) != before
+    assert structure_of(both).key != of_both
+
+
 def test_a_function_that_calls_itself():
     def function(q, kv, depth=2):
         return q >= kv if depth == 0 else function(q, kv, depth - 1)
@@ -108,6 +129,18 @@ def test_a_function_that_calls_itself():
 
     assert structure_of(function) is not None
     assert structure_of(function).key != structure_of(other).key
+
+
+def of_an_import(q, kv):
+    import tests.functions.test_structure as here
+
+    return q - kv < here.LIMIT
+
+
+def of_a_name(q, kv):
+    from tests.functions import test_structure
+
+    return q - kv < test_structure.LIMIT
 
 
 class Mask:
@@ -147,8 +180,12 @@ def not_there_yet():
         not_there_yet(),
         lambda q, kv: getattr(Mask, "limit") > q,  # noqa: B009
         of_table([0] * 1000),
+        of_table(torch.nn.Threshold(1, 2)),
+        of_table(torch.zeros(2).item),
+        of_an_import,
+        of_a_name,
     ],
-    ids=range(11),
+    ids=range(15),
 )
 def test_what_may_be_more_than_it_shows(function):
     assert structure_of(function) is None

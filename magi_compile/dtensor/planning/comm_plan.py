@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -399,7 +400,8 @@ def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
     return index, pick(first, index) + step
 
 
-class StageLoads(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class StageLoads:
     """The loads of every rank that decide the degree: int64 `[cp_size]` each."""
 
     area: Tensor  # visible (row, key) pairs
@@ -407,6 +409,21 @@ class StageLoads(NamedTuple):
     recv_rows: Tensor  # remote key rows
     send_rows: Tensor
     query_rows: int  # of each rank
+
+    @cached_property
+    def areas(self) -> list[tuple[int, int]]:
+        """`area` and `local_area` of each rank."""
+        return list(zip(self.area.tolist(), self.local_area.tolist(), strict=True))
+
+    @cached_property
+    def received(self) -> list[int]:
+        """`recv_rows` of each rank."""
+        return self.recv_rows.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def most_rows(self) -> int:
+        """The most that a rank sends or receives."""
+        return max(*self.received, *self.send_rows.tolist())
 
     @staticmethod
     def of(rows: RankRows) -> StageLoads:

@@ -127,9 +127,9 @@ class RankPlan:
         """The plan for the ops; made once per device."""
         device = check_device(device)
         if device not in self._packed:
+            packed = self._packed[device] = self._pack(device)
             rows, is_early = self.dispatch.seqlen_local, self.forward_is_early
-            begin_plan(self, rows, device, is_early=is_early)
-            self._packed[device] = self._pack(device)
+            begin_plan(self, rows, packed.data.device, is_early=is_early)
         return self._packed[device]
 
     @_compat.outside_of_modes()

@@ -86,7 +86,7 @@ def choose_degree(
     Returns:
         The number of remote stages; 0 for a single call.
     """
-    if not int(loads.recv_rows.sum()):
+    if not any(loads.received):
         return 1  # nothing moves, and keys that are attended in place are not even copied
     seconds = _backward if backward else _forward
     predicted = seconds(loads, range(max_degree + 1), cost)
@@ -128,8 +128,7 @@ _Areas: TypeAlias = list[tuple[float, float]]
 
 
 def _areas(loads: StageLoads, seconds_per_area: float) -> _Areas:
-    pairs = zip(loads.area.tolist(), loads.local_area.tolist(), strict=True)
-    return [(area * seconds_per_area, local * seconds_per_area) for area, local in pairs]
+    return [(area * seconds_per_area, local * seconds_per_area) for area, local in loads.areas]
 
 
 def _early_forward(area: float, local: float, cast: float) -> float:
@@ -139,10 +138,8 @@ def _early_forward(area: float, local: float, cast: float) -> float:
 
 def _casts(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
     """Seconds of one cast for each of `degrees`; the slowest link decides."""
-    rows = max(int(loads.recv_rows.max()), int(loads.send_rows.max()))
-    return [
-        cost.latency_seconds + rows * cost.seconds_per_row / max(degree, 1) for degree in degrees
-    ]
+    seconds = loads.most_rows * cost.seconds_per_row
+    return [cost.latency_seconds + seconds / max(degree, 1) for degree in degrees]
 
 
 class _Rank(NamedTuple):
@@ -163,10 +160,10 @@ class _Call(NamedTuple):
 
 
 def _ranks(loads: StageLoads, seconds_per_area: float) -> list[_Rank]:
-    areas, recv_rows = _areas(loads, seconds_per_area), loads.recv_rows.tolist()
+    areas = _areas(loads, seconds_per_area)
     return [
         _Rank(local, area - local, area, rows)
-        for (area, local), rows in zip(areas, recv_rows, strict=True)
+        for (area, local), rows in zip(areas, loads.received, strict=True)
     ]
 
 

@@ -39,8 +39,9 @@ def slices_from_intervals(intervals: RowIntervals) -> AttnSlices:
     if intervals.by_keys:
         lists = _rects_of_keys(intervals, runs, first, last).live().to_ranges()
         return AttnSlices.unchecked(*lists, *intervals.sizes.totals).normalize()
-    lists = _gather_runs(intervals, runs, first, last)
-    return AttnSlices.of_runs(*lists, *intervals.sizes.totals)
+    bounds = _gather_runs(intervals, runs, first, last)
+    slices = AttnSlices.of_rects(Rects.from_bounds(*bounds), *intervals.sizes.totals)
+    return slices if first.device.type == "cpu" else slices.to(first.device)
 
 
 def padded_slices_from_intervals(
@@ -77,11 +78,14 @@ def padded_slices_from_intervals(
             count = torch.maximum(count, has_area.sum())
             first_of_all = has_area.to(torch.int8).argsort(descending=True, stable=True)[:capacity]
             is_used = has_area[first_of_all][:, None]
-            q_ranges, k_ranges, mask_types = rects.select(first_of_all).to_ranges()
+            q_ranges, k_ranges, types = rects.select(first_of_all).to_ranges()
         else:
-            q_ranges, k_ranges, mask_types = _gather_runs(intervals, runs, first, last)
-        q_ranges, k_ranges = (torch.where(is_used, x, 0) for x in (q_ranges, k_ranges))
-        mask_types = torch.where(is_used[:, 0], mask_types, 0)
+            *bounds, types = _gather_runs(intervals, runs, first, last)
+            q_ranges, k_ranges = (torch.stack(pair, -1) for pair in (bounds[:2], bounds[2:]))
+        q_ranges, k_ranges = (
+            torch.where(is_used, x, 0).to(torch.int32) for x in (q_ranges, k_ranges)
+        )
+        mask_types = torch.where(is_used[:, 0], types, 0).to(torch.int32)
     else:
         q_ranges = torch.zeros(capacity, 2, dtype=torch.int32, device=count.device)
         k_ranges, mask_types = torch.zeros_like(q_ranges), q_ranges.new_zeros(capacity)
@@ -97,7 +101,7 @@ def _runs(intervals: RowIntervals) -> _Runs:
     goes_on = is_live[..., 1:] & is_live[..., :-1]
     goes_on &= ((dlo | dhi) & ~1) == 0  # both are 0 or 1
     # How the run changes from this row to the next one, -1 where it ends.
-    change = torch.where(goes_on, dhi + 2 * dlo, -1).to(torch.int8)
+    change = dlo.mul_(2).add_(dhi).to(torch.int8).masked_fill_(~goes_on, -1)
     change = torch.nn.functional.pad(change, (1, 1), value=-1)
     before, after = change[..., :-1], change[..., 1:]
     # A run that has two rows already must go on as it did. (Where one that has a single row could have gone
@@ -105,22 +109,20 @@ def _runs(intervals: RowIntervals) -> _Runs:
     is_cut = (before >= 0) & (after >= 0) & (before != after)
     starts = is_live & ((before < 0) | torch.nn.functional.pad(is_cut[..., :-1], (1, 0)))
     ends = is_live & ((after < 0) | is_cut)
-    mask_type = torch.where(ends, 0, after)
+    mask_type = after.masked_fill(ends, 0)
     return _Runs(starts.flatten(), ends.flatten(), mask_type.flatten())
 
 
 def _gather_runs(
     intervals: RowIntervals, runs: _Runs, first: Tensor, last: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranges and types of the runs from row number `first` to row number `last`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Begin and end of the rows, begin and end of the keys, and types of the runs from row number `first` to row number
+    `last`; integers."""
     rows_per_interval = intervals.sizes.entries * intervals.seqlen_q
     row, last_row = first % rows_per_interval, last % rows_per_interval
     shift = row // intervals.seqlen_q // intervals.heads.group * intervals.seqlen_k
-    q_ranges = torch.stack([row, last_row + 1], -1)
     k_begin, k_end = intervals.lo.flatten()[first], intervals.hi.flatten()[last]
-    k_ranges = torch.stack([k_begin + shift, k_end + shift], -1)
-    mask_types = runs.mask_type[first]
-    return q_ranges.to(torch.int32), k_ranges.to(torch.int32), mask_types.to(torch.int32)
+    return row, last_row + 1, k_begin + shift, k_end + shift, runs.mask_type[first]
 
 
 def _rects_of_keys(intervals: RowIntervals, runs: _Runs, first: Tensor, last: Tensor) -> Rects:

@@ -57,7 +57,6 @@ def clear_caches() -> None:
     """What was prepared for another GPU is forgotten."""
     for module in (forward, split_kv, planner, block_map, early):
         module._call.cache_clear()
-    planner.plan_of_sizes.cache_clear()
     backward._prepared.cache_clear()
     mask_slices._prepared.clear()
     mask_bits._prepared.clear()

@@ -124,7 +124,6 @@ def _call(
     return Call(made, tuple(launches))
 
 
-@lru_cache(maxsize=1024)
 def plan_of_sizes(
     num_slices: int,
     seqlen_q: int,
@@ -133,7 +132,7 @@ def plan_of_sizes(
     problem: AttnProblem,
     device: torch.device,
 ) -> Plan:
-    """What `plan_on_device` gives for so many slices, in tensors that have shapes alone.
+    """A plan with tensors where `plan_on_device` gives some for so many slices, and empty ones elsewhere.
 
     Args:
         num_slices: how many.
@@ -148,6 +147,11 @@ def plan_of_sizes(
     """
     rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes, has_bits=problem.has_bits)
     layout = _layout(rooms, seqlen_k, problem, device)
+    return _plan_on_meta(sizes, PlanLayout(*(min(rows, 1) for rows in layout)))
+
+
+@cache
+def _plan_on_meta(sizes: PlanTiles, layout: PlanLayout) -> Plan:
     shape = shape_of(sizes, layout)
     memory = torch.empty(layout.offsets[-1], dtype=torch.int32, device="meta")
     return unpack([memory, memory.new_empty_strided(shape, strides_of(shape))])

@@ -94,8 +94,20 @@ class Struct:
         if values.keys() != self.fields.keys():
             wrong = sorted(values.keys() ^ self.fields.keys())
             raise TypeError(f"{self.name} must have a value for each field, got or lacks {wrong}")
+        data, pointers, maps = packed
         for field, kind in self.fields.items():
-            _pack_into(packed, begin + self.offsets[field], kind, values[field])
+            value, offset = values[field], begin + self.offsets[field]
+            # One call less for each number: a new mask may need new parameters in every step.
+            if type(kind) is Scalar and type(value) in (int, float, bool):
+                struct.pack_into(kind.format, data, offset, value)
+            elif type(value) is Pointer:
+                assert kind is ADDRESS
+                pointers.append((offset, value))
+            elif type(value) is TensorMap:
+                assert kind is TENSOR_MAP
+                maps.append((offset, value))
+            elif value is not None:
+                _pack_into(packed, offset, kind, value)
 
 
 class Packed(NamedTuple):
