@@ -16,8 +16,7 @@ from magi_compile.masks.evaluation.row_intervals import RowIntervals
 # What is checked, and what is found where it is not so: a kv block, a q block and a batch entry.
 HOLDS_ALL = (
     of_intervals(
-        "the block lists of `block_mask` must hold every block in which its mask_mod shows keys, as those did that the "
-        "graph was compiled with"
+        "the block lists of `block_mask` must hold every block in which its mask_mod shows keys"
     ),
     "they leave out kv block {} of q block {} of batch entry {}",
 )
