@@ -89,7 +89,7 @@ private:
     const unsigned* words_;
     int to_asks_;   // from the first line of a tile; read again for each block, since registers are few
     int stride_;    // from line to line
-    int col_;      // of the first block of these words
+    int col_;       // of the first block of these words
     unsigned left_[kLines];
 };
 

@@ -23,7 +23,7 @@ struct TableGradientsConfig {
     static constexpr bool kHasBits = kHasBits_;   // a run may be of a bit block
     static constexpr int kMapLines = 0;           // no run is of a block map
     static constexpr int kMapIntervals = 0;
-    using Score = Score_;                         // made from a score program
+    using Score = Score_;   // made from a score program
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
