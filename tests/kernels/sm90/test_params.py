@@ -52,7 +52,7 @@ SOURCES = [
     (params.BLOCK_MAP, block_map.block_map_variants()[0]),
     (
         params.mask_mod_params(MASK_MOD.num_words + len(MASK_MOD.checks) + 1),
-        mask_bits.bits_variant(MASK_MOD, None),
+        mask_bits.bits_variant(MASK_MOD, has_lists=False),
     ),
     *((params.table_gradients_params(*n), TABLE_GRADIENTS) for n in ((1, 1), (4, 3))),
 ]
