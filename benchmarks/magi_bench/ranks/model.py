@@ -1,9 +1,8 @@
 """A step of a small Llama whose tokens are spread over ranks: ours, and PyTorch's context parallelism.
 
 A step spreads a batch of new packed documents, runs forward, loss and backward, and adds the gradients up over ranks.
-Both make the batch's mask in it, ours the plan and PyTorch's the BlockMask, or have it made ahead: ours on a thread
-while the step before runs, which counts, and PyTorch's before the turn, which does not. Weights are the same on all
-ranks, and nothing is sharded but tokens.
+Ours plans the batch's mask in it, or on a thread while the step before runs; PyTorch's BlockMask is made before and
+not counted. Weights are the same on all ranks, and nothing is sharded but tokens.
 """
 
 from __future__ import annotations
@@ -167,8 +166,8 @@ class TorchTraining(Training):
     def supports(self, problem: None, case: Case) -> list[str]:
         return [NO_BACKWARD] if self.world.kind == "cpu" and case.which == "fwdbwd" else []
 
-    def block_mask(self, batch: Pack) -> BlockMask:
-        """This rank's, by PyTorch's function, as its users call it."""
+    def mask(self, batch: Pack) -> BlockMask:
+        """By eager code, which makes it more slowly than the compiled code that PyTorch would run."""
         world = self.world
         # PyTorch's function reads the mask_mod and the lengths alone, so the blocks of the whole mask are not computed.
         whole = one_block_mask(causal_in(batch.document), 1, self.total, self.total, world.device)
@@ -182,27 +181,15 @@ class TorchTraining(Training):
 
     @contextmanager
     def spread(self, batch: Pack, mask: BlockMask | None) -> Iterator[Spread]:
-        world, mask = self.world, mask or self.block_mask(batch)
+        world = self.world
         order = _compat.indices_of_load_balancer(self._balancer)[0].to(world.device)
         mine = order.chunk(world.size)[world.rank]
+        assert mask is not None
         yield Spread(batch.tokens[:, mine], batch.targets[:, mine], mask, mine)
 
 
-class TorchAheadTraining(TorchTraining):
-    """Its BlockMask costs the step nothing."""
-
-    name = "torch-head-tail-ahead"
-    label = "the same, its BlockMask made before"
-
-    def mask(self, batch: Pack) -> BlockMask:
-        return self.block_mask(batch)
-
-
 #: In the order of reports.
-TRAININGS: tuple[type[Training], ...] = (
-    *(MagiTraining, MagiAheadTraining),
-    *(TorchTraining, TorchAheadTraining),
-)
+TRAININGS: tuple[type[Training], ...] = (MagiTraining, MagiAheadTraining, TorchTraining)
 
 
 def causal_in(document: Tensor) -> Any:

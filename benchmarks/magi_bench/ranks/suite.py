@@ -96,8 +96,9 @@ class Ranks(runner.Suite):
         "from shapes. Peak memory is what "
         "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric "
         "memory are not in it. Documents of HybridCP are on their ranks before a call. A call of the "
-        "model spreads a batch of new documents; with a backward it adds the gradients up over "
-        "ranks. The plan or the BlockMask is made in the call, but for those that say where else."
+        "model spreads a batch of new documents, and ours plans their mask in it or on a thread while "
+        "the call before runs, while PyTorch's BlockMask is made before; with a backward it adds the "
+        "gradients up over ranks."
     )
     has_peak = True
     world: World
@@ -176,9 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         action="store_true",
-        help="in place of attention alone, steps of a Llama of --layers on packed causal documents, ours and "
-        "torch-head-tail, both with the mask made in the step or ahead; each compiles its model once a pass, about "
-        "half a minute",
+        help="in place of attention alone, steps of a Llama of --layers on packed causal documents, ours, planned "
+        "in the step or ahead, and torch-head-tail; each compiles its model once a pass, about half a minute",
     )
     count = arguments.count
     parser.add_argument("--layers", dest="train_layers", type=count, default=4, help="of the model")
