@@ -63,7 +63,7 @@ class Walked(NamedTuple):
 
 
 class PlanKind(NamedTuple):
-    """What of a plan says which kernels it takes.
+    """The kind of a plan, from which follows which kernels it takes.
 
     Attributes:
         device: where it is.
@@ -111,7 +111,7 @@ class CallKind(NamedTuple):
     wanted: tuple[int, ...] = ()
 
 
-class _Known:
+class _Seen:
     """The calls and the plans of this process, newest last."""
 
     def __init__(self) -> None:
@@ -152,13 +152,13 @@ def _is_new(kind: CallKind | PlanKind, known: OrderedDict) -> bool:
     return is_new
 
 
-_known = _Known()
+_known = _Seen()
 
 
 def forget() -> None:
     """Forgets all calls and plans; also in a forked process, where another thread may have held the lock."""
     global _known
-    _known = _Known()
+    _known = _Seen()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -1,4 +1,4 @@
-"""What an attention across ranks is asked for, whatever its plan: which kernel runs it follows from that and from the
+"""A call of attention across ranks, whatever its plan: which kernel runs it follows from that and from the
 kind of the plan."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from magi_compile.kernels.select import problem_on, select
 from magi_compile.score.program import ScoreProgram
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """The kernel of a call, and how it is called.
 
     Attributes:
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a call is asked for.
+    """The demands of a call.
 
     Attributes:
         device: of the tensors.
@@ -81,7 +81,7 @@ class Asked(NamedTuple):
         qkv: Sequence[Tensor],
         wanted: Sequence[int],
     ) -> Asked:
-        """What a call of tensors, real ones or fakes, is asked for; of fakes the sizes at hand.
+        """The demands of a call of tensors, real ones or fakes; of fakes the sizes at hand.
 
         Args:
             options: those of the op.
@@ -112,7 +112,7 @@ class Asked(NamedTuple):
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
-    def choice(self, entries: Entries, *, has_bits: bool) -> Choice:
+    def choice(self, entries: Entries, *, has_bits: bool) -> KernelChoice:
         """The kernel that runs it by a plan, and how.
 
         Args:
@@ -141,7 +141,7 @@ class Asked(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _choice(asked: Asked, entries: Entries, has_bits: bool) -> Choice:
+def _choice(asked: Asked, entries: Entries, has_bits: bool) -> KernelChoice:
     """`Asked.choice`: refusals of kernels depend on these alone. A slower kernel will do, because a rank has no
     FlexAttention to stay on."""
     nheads_q, nheads_kv, head_dim, head_dim_v = asked.heads
@@ -161,4 +161,4 @@ def _choice(asked: Asked, entries: Entries, has_bits: bool) -> Choice:
     kernel = select(problem, asked.kernel or None, asked.needs(), may_be_slower=True).kernel
     compiled = kernel if isinstance(kernel, CompiledKernel) else None
     is_early = not asked.score and isinstance(kernel, EarlyKernel)
-    return Choice(kernel, problem, packing, compiled, is_early)
+    return KernelChoice(kernel, problem, packing, compiled, is_early)

@@ -200,7 +200,7 @@ class StageWalk(NamedTuple):
 
 
 class Prepared:
-    """What all calls of a kind have in common: a plan, a kernel, and how rows move. Kernels' plans are made when a
+    """The parts that all calls of a kind have in common: a plan, a kernel, and how rows move. Kernels' plans are made when a
     pass asks for them first.
 
     Args:

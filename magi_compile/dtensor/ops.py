@@ -44,7 +44,7 @@ _MOST_KINDS = 64  # of calls that are kept with a plan
 
 
 class _KnownCall(NamedTuple):
-    """What all calls of a kind by a plan have in common.
+    """The parts that all calls of a kind by a plan have in common.
 
     Attributes:
         agreement: what the ranks must have in common.
@@ -103,7 +103,7 @@ def _kind_of(
     *,
     is_backward: bool,
 ) -> Hashable:
-    """What says, beside a plan, how a call runs."""
+    """The key, beside a plan, of how a call runs."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     # The numbers and names that both passes have in front.
     numbers = (options[2:9], is_backward, deterministic, options.return_max_scores)

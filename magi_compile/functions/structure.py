@@ -58,7 +58,7 @@ def structure_of(function: Any) -> Structure | None:
 
 
 class _Reading:
-    """What was reached so far."""
+    """The things that were reached so far."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

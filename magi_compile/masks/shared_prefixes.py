@@ -288,7 +288,7 @@ class _Trie:
         return node
 
     def num_equal(self, node: _Node, tokens: Tensor, labels: Tensor) -> int:
-        """How many tokens of a node others may share that go on so."""
+        """The number of tokens of a node that others may share that go on so."""
         size = min(len(tokens), len(node.tokens))
         differs = (node.tokens[:size] != tokens[:size]) | (node.labels[:size] != labels[:size])
         if not self.share_labels:

@@ -107,7 +107,7 @@ class Listed(NamedTuple):
 
     @property
     def head_differs(self) -> Tensor:
-        """Which heads see other blocks than the first one, bool `[batch or 1, nheads or 1]`."""
+        """True for heads that see other blocks than the first one, bool `[batch or 1, nheads or 1]`."""
         is_listed = self.partial | self.full
         return (is_listed != is_listed[:, :1]).flatten(2).any(2)
 

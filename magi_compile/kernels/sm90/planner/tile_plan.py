@@ -157,7 +157,7 @@ def _plan_on_meta(sizes: PlanTiles, layout: PlanLayout) -> Plan:
     return unpack([memory, memory.new_empty_strided(shape, strides_of(shape))])
 
 
-class _Room(NamedTuple):
+class _WalkRoom(NamedTuple):
     """The sizes of one walk."""
 
     total_rows: int
@@ -214,7 +214,7 @@ class _Room(NamedTuple):
 
 def _rooms(
     num_slices: int, seqlen_q: int, seqlen_k: int, sizes: PlanTiles, *, has_bits: bool
-) -> tuple[_Room, _Room]:
+) -> tuple[_WalkRoom, _WalkRoom]:
     """The room of the q walk and of the k walk."""
     least = max(num_slices, 1)
     q_bits, k_bits = (
@@ -223,12 +223,12 @@ def _rooms(
     )
     q_edge_rows = num_edge_rows(least, seqlen_q, sizes.q_tile_rows)
     return (
-        _Room(
+        _WalkRoom(
             *(seqlen_q, sizes.q_tile_rows, sizes.q_block_cols, q_edge_rows),
             padded_sizes(least, seqlen_q, sizes.q_tile_rows),
             q_bits,
         ),
-        _Room(
+        _WalkRoom(
             *(seqlen_k, sizes.k_tile_rows, sizes.k_block_cols, seqlen_k),
             padded_sizes(least, seqlen_k, sizes.k_tile_rows),
             k_bits,
@@ -237,7 +237,10 @@ def _rooms(
 
 
 def _layout(
-    rooms: tuple[_Room, _Room], seqlen_k: int, problem: AttnProblem | None, device: torch.device
+    rooms: tuple[_WalkRoom, _WalkRoom],
+    seqlen_k: int,
+    problem: AttnProblem | None,
+    device: torch.device,
 ) -> PlanLayout:
     q_counts, k_counts = (
         (room.padded.num_tiles, room.num_runs, room.num_edge_rows) for room in rooms
