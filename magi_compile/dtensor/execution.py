@@ -200,8 +200,8 @@ class StageWalk(NamedTuple):
 
 
 class Prepared:
-    """The parts that all calls of a kind have in common: a plan, a kernel, and how rows move. Kernels' plans are made when a
-    pass asks for them first.
+    """The parts that all calls of a kind have in common: a plan, a kernel, and how rows move. Kernels' plans are made
+    when a pass asks for them first.
 
     Args:
         plan: of this rank.
