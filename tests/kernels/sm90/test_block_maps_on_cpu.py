@@ -19,15 +19,20 @@ from tests.kernels.support.on_a_cpu import compile_once, launching
 
 NUM_SMS = 4
 MOST_THREADS = 512
-# batch, heads of the lists, of q, of keys, lengths, rows and keys of a block, head_dim, soft-cap, and which pattern.
+# batch, heads of the lists, of q, of keys, lengths, rows and keys of a block, head_dim, soft-cap, which pattern, and
+# how many key intervals a query sees besides.
 CASES = {
-    "rows of nothing": (1, 4, 4, 2, 450, 500, 64, 64, 64, 0.0, "rows"),
-    "neighbours see other keys": (1, 4, 4, 2, 450, 500, 64, 64, 64, 0.0, "turns"),
-    "entries": (2, 1, 2, 2, 208, 240, 64, 64, 64, 0.0, "rows"),
-    "one after the other": (1, 2, 2, 2, 333, 700, 64, 128, 64, 0.0, "thirds"),
-    "heads of nothing": (1, 4, 4, 1, 300, 700, 64, 64, 128, 0.0, "heads"),
-    "large blocks": (1, 2, 2, 1, 300, 500, 128, 128, 128, 5.0, "rows"),
-    "wide heads": (1, 2, 2, 1, 200, 300, 64, 64, 192, 0.0, "rows"),
+    "rows of nothing": (1, 4, 4, 2, 450, 500, 64, 64, 64, 0.0, "rows", 0),
+    "neighbours see other keys": (1, 4, 4, 2, 450, 500, 64, 64, 64, 0.0, "turns", 0),
+    "entries": (2, 1, 2, 2, 208, 240, 64, 64, 64, 0.0, "rows", 0),
+    "one after the other": (1, 2, 2, 2, 333, 700, 64, 128, 64, 0.0, "thirds", 0),
+    "heads of nothing": (1, 4, 4, 1, 300, 700, 64, 64, 128, 0.0, "heads", 0),
+    "large blocks": (1, 2, 2, 1, 300, 500, 128, 128, 128, 5.0, "rows", 0),
+    "wide heads": (1, 2, 2, 1, 200, 300, 64, 64, 192, 0.0, "rows", 0),
+    "causal": (1, 4, 4, 2, 450, 500, 64, 64, 64, 0.0, "rows", 1),
+    "causal entries": (2, 1, 2, 2, 208, 240, 64, 64, 64, 0.0, "rows", 1),
+    "causal large blocks": (1, 2, 2, 1, 300, 500, 128, 128, 128, 0.0, "rows", 1),
+    "two intervals, wide heads": (1, 2, 2, 1, 200, 300, 64, 64, 192, 0.0, "rows", 2),
 }
 
 
@@ -67,6 +72,21 @@ def listed_blocks(shape, pattern):
     return listed
 
 
+def intervals_of(shape):
+    """Causal ones, of every eighth query none, or parted by a gap: `[batch * seqlen_q, shape.intervals, 2]`."""
+    if shape.intervals == 0:
+        return None
+    edges = torch.zeros(shape.batch, shape.seqlen_q, shape.intervals, 2, dtype=torch.int32)
+    end = torch.arange(1, shape.seqlen_q + 1).clamp(max=shape.seqlen_k).int()
+    edges[..., 0, 1] = end
+    if shape.intervals == 2:
+        edges[..., 0, 1] = end // 3
+        edges[..., 1, 0], edges[..., 1, 1] = end // 2, end
+    edges += shape.seqlen_k * torch.arange(shape.batch)[:, None, None, None]
+    edges[:, ::8] = 0
+    return edges.flatten(0, 1)
+
+
 def reference(q, k, v, visible, dout, problem):
     q, k, v, dout = (x.double().requires_grad_() for x in (q, k, v, dout))
     keys, values = (x.repeat_interleave(problem.qhead_per_kvhead, 1) for x in (k, v))
@@ -91,17 +111,17 @@ def assert_close(x, y, what):
 @pytest.mark.parametrize("name", CASES)
 def test_maps(name, passes, launches, monkeypatch):
     """In one pass, or for each head and each of two ranges of queries after the other."""
-    batch, list_heads, heads, kv_heads, seqlen_q, seqlen_k, rows, keys, dim, softcap, pattern = (
-        CASES[name]
-    )
+    batch, list_heads, heads, kv_heads, seqlen_q, seqlen_k, *of_case = CASES[name]
+    rows, keys, dim, softcap, pattern, count = of_case
     passes = passes // 2 * heads // kv_heads or 1
     monkeypatch.setattr(backward, "map_passes", lambda *_: passes)
-    shape = ListShape(batch, list_heads, seqlen_q, seqlen_k, rows, keys)
+    shape = ListShape(batch, list_heads, seqlen_q, seqlen_k, rows, keys, count)
     sizes = (heads, kv_heads, dim, dim, dim**-0.5, softcap)
     problem = AttnProblem("cuda", (9, 0), torch.bfloat16, *sizes, block_map=block_map_of(shape))
     listed = listed_blocks(shape, pattern)
     order = listed.int().argsort(dim=-1, descending=True, stable=True).int()
-    plan = plan_of_lists(BlockLists(listed.sum(-1).int(), order), shape, problem)
+    intervals = intervals_of(shape)
+    plan = plan_of_lists(BlockLists(listed.sum(-1).int(), order), shape, problem, intervals)
     generator = torch.Generator().manual_seed(1)
     q, k, v, dout = (
         torch.randn(batch * length, count, dim, generator=generator).bfloat16()
@@ -115,6 +135,9 @@ def test_maps(name, passes, launches, monkeypatch):
     pairs = listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
     pairs = pairs[:, :, :seqlen_q, :seqlen_k].expand(batch, heads, -1, -1)
     visible = torch.stack([torch.block_diag(*pairs[:, h].float()) > 0 for h in range(heads)])
+    if intervals is not None:
+        col = torch.arange(batch * seqlen_k)
+        visible &= ((intervals[..., :1] <= col) & (col < intervals[..., 1:])).any(1)
     out, lse, gradients = reference(q, k, v, visible, dout, problem)
     for timing in (0, 7):
         launches.timing = timing
@@ -123,6 +146,7 @@ def test_maps(name, passes, launches, monkeypatch):
         assert torch.equal(found.lse.isfinite(), lse.isfinite())
         assert_close(found.lse.nan_to_num(neginf=0), lse.nan_to_num(neginf=0), "lse")
         saved = Saved(q, k, v, out.bfloat16(), lse.float())
-        grads = backward.backward(Grads(dout, None), saved, plan.k_walk, problem)
+        walks = plan.k_walk, problem
+        grads = backward.backward(Grads(dout, None), saved, *walks, q_walk=plan.q_walk)
         for what, wanted in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert_close(getattr(grads, what), wanted, what)
