@@ -50,9 +50,10 @@ def block_map_of(shape: ListShape) -> BlockMap:
 def walk_shapes(shape: ListShape, problem: AttnProblem) -> tuple[MapWalkShape, MapWalkShape]:
     """The walks by queries and by keys of lists of `shape`, for the kernels of `problem`."""
     tiles, lines = plan_tiles(problem), map_lines(problem)
+    together = max(tiles.q_tile_rows // lines.q, tiles.k_block_cols)
     return (
-        MapWalkShape(shape, False, tiles.q_tile_rows, tiles.q_block_cols, lines.q),
-        MapWalkShape(shape, True, tiles.k_tile_rows, tiles.k_block_cols, lines.k),
+        MapWalkShape(shape, False, tiles.q_tile_rows, tiles.q_block_cols, lines.q, together),
+        MapWalkShape(shape, True, tiles.k_tile_rows, tiles.k_block_cols, lines.k, together),
     )
 
 

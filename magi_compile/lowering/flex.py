@@ -185,12 +185,13 @@ def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]
 
 
 def _emit_plan_of_lists(emit: Emitter, found: Analysis, intervals: Node | None) -> Node:
-    problem, call = found.problem, found.route.mask.call
+    problem, call, lists = found.problem, found.route.mask.call, found.route.lists
+    assert lists is not None
     heads = [problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v]
     return emit.call(
         torch.ops.magi.plan_lists.default,
         list(call.block_lists),
-        call.block_size,
+        [lists.block_rows, lists.block_keys],
         *(emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))),
         *(problem.dtype, heads, problem.softcap, found.kernel.name),
         *short((problem.has_score, intervals), 0),

@@ -36,6 +36,8 @@ class FlexCall:
     block_lists: tuple[Node, ...]
     #: What the captured tensors of the mask are in the graph that the graph of the call is called by.
     table_sources: tuple[Node, ...] = ()
+    #: What the block lists are there.
+    list_sources: tuple[Node, ...] = ()
     #: Whether the graph returns the output itself, to code that may write to it.
     is_returned: bool = False
     #: Those of q, k and v that are inputs of the graph, from code that may write to them before the backward.
@@ -47,6 +49,7 @@ class FlexCall:
         arguments: Any = node.args
         q, k, v, score_mod, block_mask, scale, options, *buffers = arguments
         score_buffers, mask_buffers = (*buffers, (), ())[:2]
+        block_lists = _given_block_lists(block_mask, gm, root)
         return cls(
             node=node,
             q=q,
@@ -59,8 +62,9 @@ class FlexCall:
             kernel_options=dict(options),
             score_buffers=tuple(score_buffers),
             mask_buffers=tuple(mask_buffers),
-            block_lists=_given_block_lists(block_mask, gm, root),
+            block_lists=block_lists,
             table_sources=tuple(_outer(x, gm, root) for x in mask_buffers if is_tensor(x)),
+            list_sources=tuple(_outer(x, gm, root) for x in block_lists),
             is_returned=gm is root and _is_returned(node),
             given=tuple(x for x in (q, k, v) if gm is root and x.op == "placeholder"),
         )

@@ -357,32 +357,41 @@ def _listed(mask: MaskOfCall) -> ListShape | None:
         return None
     (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
     lists = BlockLists(*map(value_of, call.block_lists))
-    count = 0 if mask.program.is_always_true else mask.max_intervals
-    return shape_of_lists(lists, call.block_size, (batch, seqlen_q, seqlen_k), count)
+    # A mask_mod that shows nothing says so, too: none at all would be for lists that say all.
+    count = 0 if mask.program.is_always_true else max(mask.max_intervals, 1)
+    block_size = [int(value_of(x)) for x in call.block_size]  # static from here on
+    return shape_of_lists(lists, block_size, (batch, seqlen_q, seqlen_k), count)
 
 
 def _lists_hide(mask: MaskOfCall) -> bool:
     """True if the block lists of a mask that has intervals may hide something of these: they are computed in the graph,
-    or they do in the call that is compiled, which waits for the device."""
-    call, sizes, program = mask.call, mask.sizes(mask.heads), mask.program
+    or they do with the data, sizes and captured ints of the call that is compiled. Waits for the device."""
+    call, program = mask.call, mask.program
     if not call.block_lists or program.refusals:
         return False
-    if any(node.op != "placeholder" for node in call.block_lists):
+    if any(node.op != "placeholder" for node in call.list_sources):
         return True
-    if sizes is None or mask.symbols is None:
+    (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
+    lengths = [_compat.size_at_hand(x) for x in (batch, seqlen_q, seqlen_k)]
+    symbols, blocks = (
+        [_compat.size_at_hand(value_of(x)) for x in sizes]
+        for sizes in (call.mask_symbols, call.block_size)
+    )
+    if not all(isinstance(x, int) for x in (*lengths, *symbols, *blocks)):
         return False
+    sizes = MaskSizes(*lengths, mask.heads)
     with _compat.without_fake_tensors(), torch.no_grad():
-        lists, tables = examples_of(call.block_lists), examples_of(call.table_sources)
+        lists, tables = examples_of(call.list_sources), examples_of(call.table_sources)
         if lists is None or tables is None:
             return False
         device = lists[0].device
         try:
-            intervals = row_intervals(
-                program, tables, mask.symbols, **sizes._asdict(), device=device
-            )
+            intervals = row_intervals(program, tables, symbols, **sizes._asdict(), device=device)
             if not all(bool(check.ok) for check in intervals.checks):
-                return False
-            holds_all, _ = BlockLists(*lists).checks(intervals, *call.block_size)
+                return _lists_differ_by_head(
+                    call
+                )  # then bit blocks of each head show what they hide
+            holds_all, _ = BlockLists(*lists).checks(intervals, *blocks)
         except (UnsupportedMaskError, TypeError, ValueError, IndexError):  # said when it runs
             return False
         return not bool(holds_all.ok)
@@ -395,8 +404,8 @@ def _lists_differ_by_head(call: FlexCall) -> bool:
         return False
     with _compat.without_fake_tensors(), torch.no_grad():
         lists = None
-        if all(node.op == "placeholder" for node in call.block_lists):
-            lists = examples_of(call.block_lists)
+        if all(node.op == "placeholder" for node in call.list_sources):
+            lists = examples_of(call.list_sources)
         num_q, num_k = value_of(call.block_lists[1]).shape[2:]
         if lists is None or not (isinstance(num_q, int) and isinstance(num_k, int)):
             return True

@@ -67,13 +67,24 @@ class ListShape(NamedTuple):
 
 
 class MapWalkShape(NamedTuple):
-    """The sizes of one walk: `rows` and `cols` of a batch entry, in tiles and blocks of so many."""
+    """The sizes of one walk: `rows` and `cols` of a batch entry, in tiles and blocks of so many.
+
+    Attributes:
+        lists: of the mask.
+        is_by_keys: whether rows are keys.
+        tile_rows: rows of a tile.
+        block_cols: columns of a block.
+        num_lines: of a tile.
+        num_together: queries that see a block if the intervals of any of them do, the same in both walks: the lines of
+            queries tell the backward how often blocks of queries are visited, where these visits have an order.
+    """
 
     lists: ListShape
     is_by_keys: bool
     tile_rows: int
     block_cols: int
     num_lines: int
+    num_together: int
 
     @property
     def rows(self) -> Any:
@@ -191,8 +202,8 @@ def _packed(bits: Tensor) -> Tensor:
 
 
 def _shown(shape: MapWalkShape, intervals: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """In which blocks of `height` rows and the columns of a block the intervals may show something, and in which they
-    show all, bool `[batch, parts of the rows of all tiles, blocks of all words]`."""
+    """In which blocks of `height` rows and the columns of a block the intervals of queries that are together may show
+    something, and in which they show all, bool `[batch, parts of the rows of all tiles, blocks of all words]`."""
     lists, device = shape.lists, intervals.device
     num_parts = shape.num_tiles * shape.tile_rows // height
     parts, blocks = (num_parts, height), (shape.num_words * BITS_OF_WORD, shape.block_cols)
@@ -222,6 +233,9 @@ def _shown(shape: MapWalkShape, intervals: Tensor, height: int) -> tuple[Tensor,
         of_spans(end, torch.amin, 0, far) >= first + keys
     )
     some, every = may_show.any(3).any(2), shows_all.any(3).all(2)
+    together = torch.arange(num_q, device=device) // max(shape.num_together // rows, 1)
+    groups = some.new_zeros(lists.batch, num_q, num_k, dtype=torch.int32)
+    some = groups.index_add(1, together, some.int())[:, together] > 0
     return (some.mT, every.mT) if shape.is_by_keys else (some, every)
 
 

@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import magi_compile
 from magi_compile import MaskDataError
+from magi_compile.lowering import analysis
 from magi_compile.lowering.backend import make_backend
+from magi_compile.lowering.masks import MaskOfCall
 from magi_compile.lowering.report import REPORT
 
 from .conftest import block_mask
@@ -87,6 +89,81 @@ def test_lists_of_each_head_that_hide_something(x):
             lambda x, mask: magi_compile.flex_attention(x, x, x, None, mask),
         ):
             torch.testing.assert_close(run(x, mask), dense(x, mask), atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_lists_that_hide_something_in_other_graphs(x, is_dynamic, is_checkpointed):
+    """Of any lengths, and in a checkpointed region, whose inputs are those of another graph."""
+
+    def model(x, mask):
+        if is_checkpointed:
+            return checkpoint(attend, x, mask, use_reentrant=False)
+        return attend(x, mask)
+
+    mask = selected(block_mask(causal, SEQLEN))
+    run = torch.compile(model, backend=make_backend("eager"), fullgraph=True, dynamic=is_dynamic)
+    torch.testing.assert_close(
+        run(x.requires_grad_(is_checkpointed), mask), dense(x, mask), atol=2e-5, rtol=2e-4
+    )
+
+
+def test_lists_of_a_checkpointed_region_that_the_graph_computes(x):
+    def model(x, counts, indices):
+        mask = BlockMask.from_kv_blocks(
+            *(counts.clamp(max=1), indices),
+            BLOCK_SIZE=whole.BLOCK_SIZE,
+            mask_mod=causal,
+            seq_lengths=(SEQLEN, SEQLEN),
+        )
+        return checkpoint(attend, x, mask, use_reentrant=False)
+
+    whole = block_mask(causal, SEQLEN)
+    found = compiled(model)(x.requires_grad_(), whole.kv_num_blocks, whole.kv_indices)
+    torch.testing.assert_close(found, dense(x, selected(whole)), atol=2e-5, rtol=2e-4)
+
+
+def test_lists_of_each_head_of_data_without_intervals(x):
+    """Data that are out of order in the first call, too, have bit blocks of each head."""
+    document = torch.randint(0, 3, (SEQLEN,))
+    whole = block_mask(lambda b, h, q, kv: document[q] == document[kv], SEQLEN)
+    counts = whole.kv_num_blocks.expand(-1, 2, -1).clone()
+    counts[:, 1].clamp_(max=1)
+    mask = BlockMask.from_kv_blocks(
+        *(counts, whole.kv_indices.expand(-1, 2, -1, -1).contiguous()),
+        BLOCK_SIZE=whole.BLOCK_SIZE,
+        mask_mod=whole.mask_mod,
+        seq_lengths=whole.seq_lengths,
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(attend)(x, mask), dense(x, mask), atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("mask_mod", [causal, lambda b, h, q, kv: kv < 0], ids=["causal", "none"])
+def test_sizes_of_lists_that_kernels_walk(x, mask_mod, is_dynamic, monkeypatch):
+    """On a GPU: a mask_mod that shows nothing has an interval, which says so, and sizes of blocks are static."""
+    shapes = []
+
+    def refuse(problem, shape, *_):
+        shapes.append(shape)
+        raise NotImplementedError("walks no lists")
+
+    monkeypatch.setattr(analysis, "select_for_lists", refuse)
+    monkeypatch.setattr(MaskOfCall, "is_on_cpu", False)
+
+    def model(x, mask):
+        return attend(x, selected(mask))
+
+    mask = block_mask(causal, SEQLEN)
+    mask.mask_mod = mask_mod
+    run = torch.compile(model, backend=make_backend("eager"), fullgraph=True, dynamic=is_dynamic)
+    with torch.no_grad():
+        found = run(x, mask)
+    if not is_dynamic:  # else refused, and PyTorch's own code of operations does not look at lists
+        torch.testing.assert_close(found, dense(x, selected(mask)), atol=2e-5, rtol=2e-4)
+    assert [(x.block_rows, x.block_keys, x.intervals) for x in shapes] == [(64, 64, 1)]
+    assert type(shapes[0].block_rows) is int
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])

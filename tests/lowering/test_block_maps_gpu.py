@@ -467,6 +467,21 @@ def test_beside_a_mask_mod_otherwise(name):
         compare(found, step(dense_attention, *given, visible, score_mod))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_deterministic_beside_a_window(name):
+    """Of 128 queries in a line of bits, the window shows blocks of keys to some and not to others: whose turn it is has
+    to be known all the same."""
+    torch._dynamo.reset()
+    case = CASES[name]
+    block_mask, visible = lists_beside(case, window)
+    given = inputs(case)
+    with deterministic_algorithms():
+        attend = compiled()
+        first, second = (step(attend, *given, block_mask) for _ in range(2))
+    compare(first, step(dense_attention, *given, visible))
+    assert all(map(torch.equal, first, second))
+
+
 def test_full_blocks_beside_a_mask_mod():
     """They are not masked, and have to be full."""
     torch._dynamo.reset()

@@ -76,7 +76,7 @@ def intervals_of(lists, generator):
 def test_walks(sizes, intervals, is_by_keys, num_lines):
     lists = ListShape(*sizes, intervals)
     tile_rows = 128 if num_lines == 2 or not any(x % 128 for x in sizes[4:]) else 64
-    shape = MapWalkShape(lists, is_by_keys, tile_rows, 64, num_lines)
+    shape = MapWalkShape(lists, is_by_keys, tile_rows, 64, num_lines, 128)
     generator = torch.Generator().manual_seed(sum(sizes))
     listed = torch.rand(sizes[0], sizes[1], lists.num_q, lists.num_k, generator=generator) < 0.4
     listed[0, 0, 0] = False
@@ -104,5 +104,5 @@ def test_walks(sizes, intervals, is_by_keys, num_lines):
 def test_many_tiles_stay_in_order():
     lists = ListShape(1, 1, 64 * (MOST_SORTED + 1), 64, 64, 64)
     listed = torch.arange(MOST_SORTED + 1)[None, None, :, None] > 5
-    tiles = walk_of_lists(listed, MapWalkShape(lists, False, 64, 64, 1)).tiles
+    tiles = walk_of_lists(listed, MapWalkShape(lists, False, 64, 64, 1, 64)).tiles
     assert torch.equal(tiles[:, 0], 64 * torch.arange(MOST_SORTED + 1).int())

@@ -42,7 +42,9 @@ struct BlockMapParams {
     const Edges* given_intervals;   // [batch, seqlen_q, num_intervals], of columns of all entries; null: there are none
     Edges* intervals;               // the same in the plan
     Span* spans;                    // [batch, spans of seqlen_q, num_intervals]
-    int num_intervals, seqlen_q;
+    int num_intervals;
+    int num_together;   // queries that see a block if the intervals of any of them do, the same in both walks
+    int seqlen_q;
     unsigned* broken;     // [1], zero: becomes 1
     unsigned* num_done;   // [1], zero
     int* counts;          // [batch * num_tiles] of the walk by keys, zeros: its blocks, over all heads
@@ -76,9 +78,11 @@ public:
                  [&](int i) { span(first + i / count, i % count) = span_of(first + i / count, i % count); });
     }
 
-    // Some of the rows may see some of the columns, which are those of all entries. As in a walk by queries.
-    __device__ bool may_show(int row_begin, int row_end, int col_begin, int col_end) const {
-        return any_span(row_begin, row_end,
+    // Some of the rows that are together with `row` may see some of the columns, which are those of all entries. As in
+    // a walk by queries.
+    __device__ bool may_show(int row, int col_begin, int col_end) const {
+        const int row_begin = row / params_.num_together * params_.num_together;
+        return any_span(row_begin, row_begin + params_.num_together,
                         [&](const Span& span) { return span.begin[0] < col_end && span.end[1] > col_begin; });
     }
 
@@ -251,19 +255,19 @@ private:
                 bits = cells == 1 ? bits_[list_number * params_.list_words + word]
                                   : widened(list_number, word, cells, num_cells(walk));
                 if (intervals_.are_there()) {
-                    bits = shown_of(bits, number * rows, (number + 1) * rows, word * kBlocksOfWord, walk.block_cols);
+                    bits = shown_of(bits, number * rows, word * kBlocksOfWord, walk.block_cols);
                 }
             }
             line(walk, number)[word] = bits;
         });
     }
 
-    // Of these bits, those of blocks of which the rows may see something.
-    __device__ unsigned shown_of(unsigned bits, int row_begin, int row_end, int first_cell, int cols) const {
+    // Of these bits, those of blocks of which the rows of a line may see something.
+    __device__ unsigned shown_of(unsigned bits, int row, int first_cell, int cols) const {
         unsigned shown = 0;
         for (unsigned left = bits; left != 0; left &= left - 1) {
             const int bit = __ffs(left) - 1, col = b_ * params_.walks[0].total_cols + (first_cell + bit) * cols;
-            shown |= intervals_.may_show(row_begin, row_end, col, col + cols) ? 1u << bit : 0;
+            shown |= intervals_.may_show(row, col, col + cols) ? 1u << bit : 0;
         }
         return shown;
     }
@@ -302,7 +306,7 @@ private:
                 if (is_seen && intervals_.are_there()) {
                     const int row = (first_word * kBlocksOfWord + cell) * walk.block_cols;
                     const int key = b_ * walk.total_rows + number * keys;
-                    is_seen = intervals_.may_show(row, row + walk.block_cols, key, key + keys);
+                    is_seen = intervals_.may_show(row, key, key + keys);
                 }
                 bits |= is_seen ? 1u << bit : 0;
             }

@@ -190,7 +190,7 @@ BLOCK_MAP = Struct(
     "BlockMapParams",
     {"lists": (BLOCK_LIST, 2)}
     | _addresses("given_intervals", "intervals", "spans")
-    | _ints("num_intervals", "seqlen_q")
+    | _ints("num_intervals", "num_together", "seqlen_q")
     | _addresses("broken", "num_done", "counts")
     | {"flags": (ADDRESS, 3)}
     | _ints("batch", "heads", "block_rows", "block_keys", "num_q", "num_k", "list_words")

@@ -135,6 +135,7 @@ def _call(
         intervals=Pointer(packed, 4 * (offsets[2] + walks[0].first_interval)),
         spans=Pointer(spans),
         num_intervals=shape.intervals,
+        num_together=walks[0].num_together,
         seqlen_q=shape.seqlen_q,
         broken=Pointer(scratch),
         num_done=Pointer(scratch, 4),

@@ -184,6 +184,38 @@ def test_the_source_on_the_host_beside_intervals(name, kind, on_host):
     planner.raise_pending()
 
 
+def visits_of(walk, shape):
+    """Which blocks of columns each line of rows sees, bool `[heads, batch, lines of an entry, blocks]`."""
+    lists = shape.lists
+    words = walk.edges.flatten()[: shape.first_ask]
+    words = words.view(lists.heads, lists.batch, shape.num_tiles * shape.num_lines, -1)
+    return (words[..., None] >> torch.arange(32) & 1).flatten(-2).bool()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["window", *INTERVALS])
+@pytest.mark.parametrize("name", ["heads", "entries", "ragged", "tall", "wide", "uneven"])
+def test_both_walks_visit_the_same(name, kind, head_dim):
+    """The backward, where additions have an order, reads in the lines of queries who comes before: a tile that is
+    counted there and never comes would be waited for without an end."""
+    shape = ListShape(*SHAPES[name], intervals=2 if kind == "two" else 1)
+    intervals = intervals_of(shape, "causal" if kind == "window" else kind)
+    if kind == "window":
+        row = torch.arange(shape.seqlen_q).repeat(shape.batch)
+        first = torch.arange(shape.batch).repeat_interleave(shape.seqlen_q) * shape.seqlen_k
+        begin, end = ((first + row + x).clamp(max=first + shape.seqlen_k) for x in (-64, 1))
+        intervals = torch.stack([begin.maximum(first), end], -1)[:, None].int()
+    problem, lists = problem_of(shape, head_dim), lists_of(listed_of(shape, density=0.8))
+    by_queries, by_keys = walk_shapes(shape, problem)
+    plan = plan_of_lists(lists, shape, problem, intervals)
+    of_queries, of_keys = visits_of(plan.q_walk, by_queries), visits_of(plan.k_walk, by_keys)
+    seen = of_keys.unflatten(2, (by_keys.num_tiles, by_keys.num_lines)).any(3)
+    told = of_queries.unflatten(3, (-1, by_keys.tile_rows // by_queries.block_cols)).any(4)
+    block = torch.arange(-(-shape.seqlen_q // by_keys.block_cols))
+    line = block * by_keys.block_cols * by_queries.num_lines // by_queries.tile_rows
+    assert torch.equal(told[:, :, line, : by_keys.num_tiles], seen[..., block].mT)
+
+
 def test_full_blocks_that_hide_something(on_host):
     """They must be seen by each query as a whole; by which of its intervals may differ."""
     shape = ListShape(*SHAPES["ragged"], intervals=2)
