@@ -136,8 +136,10 @@ class _Seen:
 
 @_compat.outside_of_modes()
 def _begin_all(pairs: Iterable[tuple[CallKind, PlanKind]]) -> None:
+    # Kernels ask whether algorithms have to be deterministic now, and what they say is kept for the call.
+    now = torch.are_deterministic_algorithms_enabled()
     for call, plan in pairs:
-        if plan.device == call.asked.device:
+        if plan.device == call.asked.device and call.asked.deterministic == now:
             with suppress(Exception):  # whatever speaks against it, the call will say
                 _begin(call, plan)
 

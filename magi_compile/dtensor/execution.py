@@ -158,6 +158,7 @@ class Scoring(NamedTuple):
     """The score program of a call, and the tensors that it takes.
 
     Attributes:
+        plan: of this rank.
         program: it reads indices of this rank's rows and of a stage's keys, and looks up their positions.
         tables: the tensors that it captures.
         symbols: the ints that it captures.
@@ -165,14 +166,16 @@ class Scoring(NamedTuple):
         sums: as in `ScoreCall`.
     """
 
+    plan: DevicePlan
     program: ScoreProgram
     tables: Sequence[Tensor]
     symbols: Sequence[int]
     places: Sequence[int]
     sums: Mapping[int, Tensor] = {}
 
-    def over(self, plan: DevicePlan, packing: Packing, *stages: DeviceStage) -> ScoreCall:
+    def over(self, packing: Packing, *stages: DeviceStage) -> ScoreCall:
         """The call over the keys of stages, one behind the other."""
+        plan = self.plan
         parts = [plan.positions(stage) for stage in stages]
         keys = parts[0] if len(parts) == 1 else torch.cat(parts)
         tables = list(self.tables)
@@ -200,8 +203,10 @@ class StageWalk(NamedTuple):
 
 
 class Prepared:
-    """The parts that all calls of a kind have in common: a plan, a kernel, and how rows move. Kernels' plans are made
-    when a pass asks for them first.
+    """The parts that all calls of a kind have in common: stages, a kernel, and how rows move. Kernels' plans are made when a
+    pass asks for them first.
+
+    The plan keeps it, so it does not keep the plan, whose tensors would stay until Python looks for cycles.
 
     Args:
         plan: of this rank.
@@ -211,6 +216,7 @@ class Prepared:
         packing: of heads into entries.
 
     Attributes:
+        merged: of the stages of a forward, if they are one call.
         early: the kernel, where it begins a forward before remote keys are there; else None.
         phased: the kernel, where it does a backward in steps; else None.
         entries: how many have rows of queries.
@@ -225,7 +231,8 @@ class Prepared:
         collective: Collective,
         packing: Packing = PLAIN,
     ):
-        self.plan, self.kernel, self.problem = plan, kernel, problem
+        self.merged, self._stages = plan.merged, (plan.forward, plan.backward)
+        self.kernel, self.problem = kernel, problem
         self.collective, self.packing = collective, packing
         self.entries, self.key_entries = packing.queries, packing.keys
         # No kernel does any other call in steps.
@@ -233,37 +240,38 @@ class Prepared:
         self.early, self.phased = None, None
         if has_steps:
             self.early, self.phased = _in_steps(kernel)  # type: ignore[arg-type]  # hashed by identity
-        self.forward_routes, self.backward_routes = map(routes_of, (plan.forward, plan.backward))
+        self.forward_routes, self.backward_routes = map(routes_of, self._stages)
 
     @cached_property
     def forward(self) -> list[StageWalk]:
         """The stages of a forward that is not one call."""
-        return [self._walk(stage) for stage in self.plan.forward]
+        return [self._walk(stage) for stage in self._stages[0]]
 
     @cached_property
     def backward(self) -> list[StageWalk]:
         """The stages of a backward."""
-        return [self._walk(stage) for stage in self.plan.backward]
+        return [self._walk(stage) for stage in self._stages[1]]
 
     @cached_property
     def side_by_side(self) -> StageWalk:
         """Local and remote keys of a merged stage, in one tensor."""
-        assert self.plan.merged is not None
-        return self._walk(self.plan.merged.side_by_side)
+        assert self.merged is not None
+        return self._walk(self.merged.side_by_side)
 
     @cached_property
     def early_plan(self) -> Any:
         """The plan of a forward that begins early."""
-        assert self.plan.merged is not None
+        assert self.merged is not None
         assert self.early is not None
-        return self.plan.merged.early_plan(self.early, self.problem)
+        return self.merged.early_plan(self.early, self.problem)
 
     @cached_property
     def out_dtypes(self) -> list[torch.dtype]:
         """The dtype of what each stage of a forward leaves: that of q in the last one that sees something."""
-        seen = [i for i, stage in enumerate(self.plan.forward) if not stage.is_empty]
+        forward, _ = self._stages
+        seen = [i for i, stage in enumerate(forward) if not stage.is_empty]
         partial, dtypes = torch.promote_types(self.problem.dtype, torch.float32), []
-        for i in range(len(self.plan.forward)):
+        for i in range(len(forward)):
             dtypes.append(self.problem.dtype if i == max(seen, default=-1) else partial)
         return dtypes
 
@@ -300,7 +308,7 @@ class Execution(NamedTuple):
         """The call of the score program over the keys of stages, one behind the other."""
         if self.scoring is None:
             return None
-        return self.scoring.over(self.prepared.plan, self.prepared.packing, *stages)
+        return self.scoring.over(self.prepared.packing, *stages)
 
 
 LIVE_PLANS = 8  # kept whatever their size: of the layers of a model, which take turns

@@ -23,8 +23,8 @@ def forward(
     """This rank's rows of the attention; all ranks of the group call it together. `q` and what comes out are packed by
     entries as `Prepared.packing` says, k and v are not. `max_scores` as in `Kernel.forward`."""
     prepared, group, *_ = execution
-    if prepared.plan.merged is not None:
-        return _forward_merged(q, k, v, prepared.plan.merged, execution, max_scores)
+    if prepared.merged is not None:
+        return _forward_merged(q, k, v, prepared.merged, execution, max_scores)
     walks = prepared.forward  # what can fail does so before rows are on their way
     kernel, problem = prepared.kernel, prepared.problem
     result: ForwardOutput | None = None

@@ -90,7 +90,7 @@ def _execution(
         known = plan.calls[key] = _KnownCall(call, prepared, ref(group))
     if names[0] != names[1]:
         reduce_group = _compat.resolve_process_group(names[1])
-    scoring = _scoring(options) if options.score else None
+    scoring = _scoring(options, plan) if options.score else None
     return Execution(known.prepared, group, reduce_group, scoring)
 
 
@@ -167,10 +167,10 @@ def _begin_traced(
         ahead.begin_call(asked, is_backward=is_backward, wanted=wanted)
 
 
-def _scoring(options: Options | BackwardOptions) -> Scoring:
+def _scoring(options: Options | BackwardOptions, plan: DevicePlan) -> Scoring:
     """The score program with its tensors."""
     program, tables = ScoreProgram.parse(options.score), options.tables or ()
-    return Scoring(program, tables, options.symbols or (), options.places or (-1, -1))
+    return Scoring(plan, program, tables, options.symbols or (), options.places or (-1, -1))
 
 
 def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

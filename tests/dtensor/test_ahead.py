@@ -18,6 +18,7 @@ from magi_compile import _compat
 from magi_compile.dtensor import ahead as of_ranks
 from magi_compile.dtensor import execution
 from magi_compile.dtensor import plan as plan_sequence
+from magi_compile.dtensor.asked import Asked
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
 from magi_compile.kernels.sm90 import kernel as hopper
@@ -189,6 +190,25 @@ def without_gradients(group):
 def test_a_forward_without_gradients_begins_no_backward(ranks_of):
     for begun in ranks_of(2).run(without_gradients):
         assert {x.entry for x in begun} == {"ffa_tile_plan", "ffa_forward"}
+
+
+def test_calls_and_plans_of_another_time(monkeypatch):
+    """What kernels say under deterministic algorithms is kept for calls under these alone."""
+    device, begun = torch.device("cpu"), []
+    numbers = ((2, 2, 64, 64), 0.125, 0.0, hopper_on_cpus.KERNEL, 1, False, SCORE)
+    tables = ((torch.float32, 1),)
+    asked = Asked(device, torch.bfloat16, *numbers, tables, True, (), deterministic=True)
+    plan = plan_rank(packs(), 2, 0, STAGES)
+    monkeypatch.setattr(_compat, "is_in_use", lambda device: True)
+    monkeypatch.setattr(of_ranks, "_begin", lambda call, plan: begun.append(call.asked))
+    of_ranks.forget()
+    of_ranks.begin_call(asked, is_backward=True, wanted=[0])
+    of_ranks.begin_plan(plan, 1024, device, is_early=False)
+    assert not begun
+    with deterministic_algorithms():
+        of_ranks.begin_plan(plan, 512, device, is_early=False)
+    assert begun == [asked]
+    of_ranks.forget()
 
 
 def test_nothing_is_begun_for_a_gpu_that_is_not_there(monkeypatch):

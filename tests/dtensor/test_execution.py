@@ -1,7 +1,14 @@
 """Plans as the op finds them: their stages, and which of these are one call."""
 
+import gc
+import weakref
 from dataclasses import replace
 
+import pytest
+import torch
+
+from magi_compile.dtensor import execution
+from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.execution import unpack
 from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
@@ -36,3 +43,28 @@ def test_ranks_without_remote_keys_do_not_merge():
         plan = unpack(*plan_rank(slices, 2, rank, options).tensors("cpu"))
         assert plan.merged is None
         assert len(plan.forward) == 1
+
+
+def calls_and_forgets(group, scored):
+    """The number of calls that a plan keeps, and True if it goes at once when nobody keeps it: its tensors may be
+    large, and Python may look for cycles late or never."""
+    table = torch.ones(128, requires_grad=True)
+    score_mod = (lambda score, b, h, q, kv: score + table[q] * table[kv]) if scored else None
+    tensors = plan_rank(AttnSlices.causal(128), 1, 0).tensors("cpu")
+    q, k, v = (torch.ones(128, 2, 16, requires_grad=True) for _ in range(3))
+    gc.collect()
+    gc.disable()
+    try:
+        out = context_parallel_attention(q, k, v, tensors, group, score_mod=score_mod).out
+        out.sum().backward()
+        plan = weakref.ref(unpack(*tensors))
+        calls = len(plan().calls)
+        execution._device_plans.clear()
+        return calls, plan() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_plan_that_is_no_longer_kept_goes_at_once(ranks_of, scored):
+    assert ranks_of(1).run(calls_and_forgets, scored) == [(2, True)]

@@ -1,5 +1,6 @@
 """Functions of one structure: the same code over tensors of the same kinds."""
 
+import builtins
 import functools
 import math
 import operator
@@ -131,6 +132,46 @@ def test_a_function_that_calls_itself():
     assert structure_of(function).key != structure_of(other).key
 
 
+def test_functions_of_pytorch_that_are_replaced(monkeypatch):
+    def function(q, kv):
+        return torch.logical_and(q >= kv, q < torch.iinfo(torch.int8).max) & isinstance(
+            q, torch.Tensor
+        )
+
+    before = structure_of(function).key
+    monkeypatch.setattr(torch, "logical_and", torch.logical_or)
+    assert structure_of(function).key != before
+
+
+def test_numbers_that_are_added_to_builtins(monkeypatch):
+    def function(q, kv):
+        return q - kv < most  # noqa: F821
+
+    monkeypatch.setattr(builtins, "most", 3, raising=False)
+    assert structure_of(function) is None
+
+
+def test_equal_ranges_that_are_not_alike():
+    one, other = (structure_of(of_two(range(0, end, 2), 1)) for end in (3, 4))
+    assert one.key != other.key
+
+
+def test_a_list_that_is_reached_twice():
+    x, y = [1], [1]
+    assert structure_of(of_two(x, x)).key != structure_of(of_two(x, y)).key
+    assert structure_of(of_two(x, x)).key == structure_of(of_two(y, y)).key
+
+
+def test_attributes_of_tensors():
+    def of_window(x):
+        return lambda q, kv: (x[q] == x[kv]) & (q - kv < x.window)
+
+    x = table(1, 2)
+    x.window = 3
+    assert structure_of(of_window(x)) is None
+    assert structure_of(of_table(x)) is not None  # which does not ask for it
+
+
 def of_an_import(q, kv):
     import tests.functions.test_structure as here
 
@@ -141,6 +182,53 @@ def of_a_name(q, kv):
     from tests.functions import test_structure
 
     return q - kv < test_structure.LIMIT
+
+
+def of_a_sibling(q, kv):
+    from .test_structure import LIMIT
+
+    return q - kv < LIMIT
+
+
+@functools.wraps(torch.nn.functional.pad)
+def like_one_of_pytorch(q, kv):
+    return q - kv < MOST_OF_ANY[0]
+
+
+MOST_OF_ANY = {0: 3}
+del like_one_of_pytorch.__wrapped__
+
+
+def with_a_count():
+    count = 0
+
+    def function(q, kv):
+        nonlocal count
+        count += 1
+        return q - kv < count
+
+    return function
+
+
+def with_its_own_count(q, kv):
+    count = 3
+
+    def next_one():
+        nonlocal count
+        count += 1
+        return count
+
+    return q - kv < next_one()
+
+
+def with_a_global(q, kv):
+    global LIMIT
+    LIMIT += 0
+    return q - kv < LIMIT
+
+
+def test_variables_of_its_own():
+    assert structure_of(with_its_own_count) is not None
 
 
 class Mask:
@@ -184,8 +272,22 @@ def not_there_yet():
         of_table(torch.zeros(2).item),
         of_an_import,
         of_a_name,
+        of_a_sibling,
+        like_one_of_pytorch,
+        with_a_count(),
+        with_a_global,
+        lambda q, kv: q >= kv if torch.is_grad_enabled() else q <= kv,
+        lambda q, kv: q - kv < torch.distributed.get_rank(),
+        lambda q, kv: q - kv < torch.get_num_threads(),
+        lambda q, kv: q >= kv if torch.get_default_device().type == "cpu" else q <= kv,
+        lambda q, kv: q >= kv if torch.backends.cudnn.enabled else q <= kv,
+        lambda q, kv: q - kv < int(open("limit").read()),  # noqa: SIM115
+        lambda q, kv: q - kv < __import__("tests.functions.test_structure").LIMIT,
+        lambda q, kv: q >= kv if of_two.__name__ == "of_two" else q <= kv,
+        of_two(torch.distributed.get_rank, 1),
+        lambda q, kv: operator.attrgetter("backends.cudnn.enabled")(torch) & (q >= kv),
     ],
-    ids=range(15),
+    ids=range(29),
 )
 def test_what_may_be_more_than_it_shows(function):
     assert structure_of(function) is None
