@@ -203,8 +203,8 @@ class StageWalk(NamedTuple):
 
 
 class Prepared:
-    """The parts that all calls of a kind have in common: stages, a kernel, and how rows move. Kernels' plans are made when a
-    pass asks for them first.
+    """The parts that all calls of a kind have in common: stages, a kernel, and how rows move. Kernels' plans are made
+    when a pass asks for them first.
 
     The plan keeps it, so it does not keep the plan, whose tensors would stay until Python looks for cycles.
 
