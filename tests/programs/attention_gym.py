@@ -141,11 +141,6 @@ def video():
     query, key = random(BATCH, HEADS, length, DIM), random(BATCH, HEADS, length, DIM, seed=1)
     top = masks.compute_vsa_topk_indices(query, key, numel, 3)
     shared = {"lengths": (length, length), "batch": BATCH, "heads": HEADS}
-    lists = {
-        "contradicts": True,
-        "remark": "its block lists leave out what its own mask_mod shows; `generate_vsa_mask_mod` "
-        "says all in a mask_mod",
-    }
     wide = masks.compute_vsa_topk_indices(query, key, 256, 1)
     every, padded = (masks.generate_vsa_mask_mod(top, numel, x) for x in (None, sizes))
     return [
@@ -167,14 +162,12 @@ def video():
             padded,
             block_mask=lambda: masks.create_vsa_block_mask(top, numel, tiles, sizes),
             **shared,
-            **lists,
         ),
         Variant(
             "create_vsa_flash_block_mask",
             masks.generate_vsa_mask_mod(wide, 256),
             block_mask=lambda: masks.create_vsa_flash_block_mask(wide, 256, length // 256),
             **shared,
-            **lists,
         ),
     ]
 
