@@ -109,5 +109,5 @@ def example_of(node: Node) -> Tensor | None:
                 known[one] = run(one, *torch.fx.map_arg((one.args, one.kwargs), known.__getitem__))
     except Exception:  # whatever an operation says of values that it was not traced with
         return None
-    found = known[node]
-    return found if isinstance(found, Tensor) and found.shape == value_of(node).shape else None
+    found, shape = known[node], tuple(map(_compat.size_at_hand, value_of(node).shape))
+    return found if isinstance(found, Tensor) and tuple(found.shape) == shape else None

@@ -379,7 +379,8 @@ def _lists_hide(mask: MaskOfCall) -> bool:
     )
     if not all(isinstance(x, int) for x in (*lengths, *symbols, *blocks)):
         return False
-    sizes = MaskSizes(*lengths, mask.heads)
+    batch, seqlen_q, seqlen_k = lengths
+    sizes = MaskSizes(batch, seqlen_q, seqlen_k, mask.heads)
     with _compat.without_fake_tensors(), torch.no_grad():
         lists, tables = examples_of(call.list_sources), examples_of(call.table_sources)
         if lists is None or tables is None:
