@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -314,18 +316,31 @@ class Execution(NamedTuple):
 LIVE_PLANS = 8  # kept whatever their size: of the layers of a model, which take turns
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
+_lock = Lock()  # a backward has a thread of its own
+
+
+def _begin_anew() -> None:
+    """In a forked process, where another thread may have held the lock."""
+    global _lock
+    _lock = Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans."""
     key = (*meta[:2].tolist(), data.device)
-    plan = _device_plans.get(key)
-    if plan is None:
-        with _compat.outside_of_modes():
-            _device_plans[key] = _unpack(meta.tolist(), data)
+    with _lock:
+        if (plan := _device_plans.get(key)) is not None:
+            _device_plans.move_to_end(key)
+            return plan
+    with _compat.outside_of_modes():
+        made = _unpack(meta.tolist(), data)
+    with _lock:
+        _device_plans.setdefault(key, made)
         return recent(_device_plans, [key], least=LIVE_PLANS)[0]
-    _device_plans.move_to_end(key)
-    return plan
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:

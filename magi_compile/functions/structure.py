@@ -28,7 +28,8 @@ _TYPES = (
 _MODULES = ("math", "operator", "_operator")
 # By these a function asks for more than it names, or changes it.
 _UNKNOWN = UNNAMED | {"open", "input", "id", "hash", "dir", "setattr", "delattr"}
-_BUILTINS = dict(vars(builtins))
+# As they are known: what others add to them may change.
+_BUILTINS, _METHODS = dict(vars(builtins)), dict(vars(Tensor))
 _MOST = 64  # things that a function reaches: others are not worth to be looked at
 
 
@@ -117,7 +118,8 @@ class _Reading:
         for module in self.modules:  # which become more
             for name in _among(self.names, vars(module)):
                 found.append((name, self.kind(vars(module)[name])))
-        if any(vars(x) and _among(self.names, vars(x)) for x in self.tensors):
+        is_open = not _are_same(self.names, vars(Tensor), _METHODS)
+        if is_open or any(vars(x) and _among(self.names, vars(x)) for x in self.tensors):
             raise _UnknownError
         return found
 
@@ -154,10 +156,9 @@ class _Reading:
         # The same names are those of attributes, of which there may be globals by chance.
         for name in _among(names, function.__globals__):
             found.append((name, self.kind(function.__globals__[name])))
-        if vars(builtins) is not function.__builtins__:  # type: ignore[attr-defined]
-            raise _UnknownError
-        now = vars(builtins)
-        if any(now.get(x) is not _BUILTINS.get(x) for x in names - function.__globals__.keys()):
+        now = function.__builtins__  # type: ignore[attr-defined]
+        others = names - function.__globals__.keys()
+        if now is not vars(builtins) or not _are_same(others, now, _BUILTINS):
             raise _UnknownError
         return tuple(found)
 
@@ -189,6 +190,10 @@ def _codes_in(code: types.CodeType) -> list[types.CodeType]:
 
 def _among(names: Iterable[str], known: Mapping[str, Any]) -> list[str]:
     return sorted([name for name in names if name in known])
+
+
+def _are_same(names: Iterable[str], now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    return all([now.get(name) is then.get(name) for name in names])
 
 
 def _is_of_a_library(module: str) -> bool:

@@ -2,7 +2,9 @@
 
 import gc
 import weakref
+from collections import OrderedDict
 from dataclasses import replace
+from threading import Thread, current_thread
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from magi_compile.dtensor import execution
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.masks.slices import AttnSlices
@@ -68,3 +71,25 @@ def calls_and_forgets(group, scored):
 @pytest.mark.parametrize("scored", [False, True])
 def test_a_plan_that_is_no_longer_kept_goes_at_once(ranks_of, scored):
     assert ranks_of(1).run(calls_and_forgets, scored) == [(2, True)]
+
+
+def test_plans_of_several_threads(monkeypatch):
+    """None goes while another thread asks for it."""
+    here = current_thread()
+    first, other = (plan_rank(AttnSlices.causal(n), 1, 0).tensors("cpu") for n in (128, 256))
+    thread = Thread(target=lambda: unpack(*other))
+
+    class Kept(OrderedDict):
+        def get(self, key):
+            found = super().get(key)
+            if current_thread() is here and found is not None:
+                thread.start()
+                thread.join(0.2)
+            return found
+
+    monkeypatch.setattr(execution, "_device_plans", Kept())
+    monkeypatch.setattr(rank_plan, "CACHE_SIZE", 1)
+    plan = unpack(*first)
+    assert unpack(*first) is plan
+    thread.join()
+    assert [x.rows for x in execution._device_plans.values()] == [256]

@@ -162,7 +162,7 @@ def test_a_list_that_is_reached_twice():
     assert structure_of(of_two(x, x)).key == structure_of(of_two(y, y)).key
 
 
-def test_attributes_of_tensors():
+def test_attributes_of_tensors(monkeypatch):
     def of_window(x):
         return lambda q, kv: (x[q] == x[kv]) & (q - kv < x.window)
 
@@ -170,6 +170,10 @@ def test_attributes_of_tensors():
     x.window = 3
     assert structure_of(of_window(x)) is None
     assert structure_of(of_table(x)) is not None  # which does not ask for it
+    x = table(1, 2)
+    assert structure_of(of_window(x)) is not None
+    monkeypatch.setattr(torch.Tensor, "window", 3, raising=False)
+    assert structure_of(of_window(x)) is None
 
 
 def of_an_import(q, kv):
