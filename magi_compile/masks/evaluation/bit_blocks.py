@@ -215,8 +215,9 @@ def _are_listed(grid: Grid, listed: Listed) -> Tensor:
     is_listed = is_listed.expand(grid.batch, grid.heads.q, -1, -1)
     is_candidate = torch.zeros(grid.num_blocks, dtype=torch.bool, device="cpu")
     b, h, q, kv = is_listed.nonzero().unbind(1)
-    for row in range(-(-listed.rows // BLOCK) + 1):
-        for key in range(-(-listed.keys // BLOCK) + 1):
+    height, width = min(listed.rows, grid.seqlen_q), min(listed.keys, grid.seqlen_k)
+    for row in range(-(-height // BLOCK) + 1):
+        for key in range(-(-width // BLOCK) + 1):
             q_block = (q * listed.rows // BLOCK + row).clamp(max=grid.blocks_q - 1)
             k_block = (kv * listed.keys // BLOCK + key).clamp(max=grid.blocks_k - 1)
             line = (b * grid.heads.q + h) * grid.blocks_q + q_block
