@@ -39,7 +39,7 @@ from magi_compile.masks import (
 )
 from magi_compile.masks.errors import refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import Grid
-from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.masks.evaluation.block_lists import BlockLists, heads_that_differ
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 from magi_compile.masks.slices import MAX_SEQLEN
@@ -389,9 +389,8 @@ def _lists_hide(mask: MaskOfCall) -> bool:
         try:
             intervals = row_intervals(program, tables, symbols, **sizes._asdict(), device=device)
             if not all(bool(check.ok) for check in intervals.checks):
-                return _lists_differ_by_head(
-                    call
-                )  # then bit blocks of each head show what they hide
+                # Then bit blocks of each head show what lists of each head hide.
+                return _lists_differ_by_head(call)
             holds_all, _ = BlockLists(*lists).checks(intervals, *blocks)
         except (UnsupportedMaskError, TypeError, ValueError, IndexError):  # said when it runs
             return False
@@ -410,8 +409,7 @@ def _lists_differ_by_head(call: FlexCall) -> bool:
         num_q, num_k = value_of(call.block_lists[1]).shape[2:]
         if lists is None or not (isinstance(num_q, int) and isinstance(num_k, int)):
             return True
-        partial, full = BlockLists(*lists).grids(num_q, num_k)
-        return bool(((partial | full) != (partial | full)[:, :1]).any())
+        return bool(heads_that_differ(*BlockLists(*lists).grids(num_q, num_k)).any())
 
 
 def _is_by_head(mask: MaskOfCall) -> bool:

@@ -330,12 +330,11 @@ def beside_lists(block_mask: BlockMask, sizes: tuple[int, int, int]) -> RowInter
     if traced.program.is_always_true:
         nothing = torch.empty(0, batch, seqlen_q, dtype=torch.int32, device=device)
         return RowIntervals(nothing, nothing, seqlen_k)
-    lengths = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    program = traced.program
+    program, lengths = traced.program, {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     if tuple(block_mask.seq_lengths) != sizes[1:] or program.refusals or program.differs_by_head:
         return None
     intervals = exact_intervals(
-        traced.program, traced.tables, (), **lengths, heads=ONE_MASK, device=device
+        program, traced.tables, (), **lengths, heads=ONE_MASK, device=device
     )
     if intervals is None or intervals.by_keys or not lists_hide(block_mask, intervals):
         return None

@@ -18,7 +18,12 @@ from magi_compile._checks import MaskCheck, MaskDataError, require
 from magi_compile.functions.guards import Broken
 from magi_compile.functions.text import on_grids
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
-from magi_compile.masks.evaluation.block_lists import IS_FULL, OF_ONE_HEAD, BlockLists
+from magi_compile.masks.evaluation.block_lists import (
+    IS_FULL,
+    OF_ONE_HEAD,
+    BlockLists,
+    heads_that_differ,
+)
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.slices import AttnSlices
 
@@ -108,8 +113,7 @@ class Listed(NamedTuple):
     @property
     def head_differs(self) -> Tensor:
         """True for heads that see other blocks than the first one, bool `[batch or 1, nheads or 1]`."""
-        is_listed = self.partial | self.full
-        return (is_listed != is_listed[:, :1]).flatten(2).any(2)
+        return heads_that_differ(self.partial, self.full)
 
     def of_pairs(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """True if the pairs of blocks `[n, BLOCK]` of queries and keys lie in partial and in full blocks."""

@@ -165,6 +165,12 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
     return is_seen.unflatten(0, (-1, heads)), is_full.unflatten(0, (-1, heads))
 
 
+def heads_that_differ(partial: Tensor, full: Tensor) -> Tensor:
+    """The heads that list other blocks than the first one, bool `[batch, nheads]`, of both grids of `BlockLists`."""
+    is_listed = partial | full
+    return (is_listed != is_listed[:, :1]).flatten(2).any(2)
+
+
 def broadcast(kind: tuple[Tensor, Tensor], num_q: int) -> tuple[Tensor, Tensor]:
     """The lists of the first `num_q` q blocks, `[batch, nheads, num_q]` and `[batch, nheads, num_q, columns]`, as
     views: counts or indices of one head or batch entry are those of all that the others have."""
