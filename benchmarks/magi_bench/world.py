@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -80,16 +79,17 @@ def start(function: Callable[..., int], num_ranks: int, kind: str, *arguments: A
     if is_launched():
         local, size = (int(os.environ[f"LOCAL_{x}"]) for x in ("RANK", "WORLD_SIZE"))
         return _run(local, None, size, kind, function, arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        results = mp.get_context("spawn").SimpleQueue()
-        rest = (f"file://{folder}/store", num_ranks, kind, function, arguments, results)
-        mp.spawn(_run, rest, nprocs=num_ranks)  # type: ignore[no-untyped-call]
-        return max(results.get() for _ in range(num_ranks))
+    # By TCP, as torchrun's: a store in a file asks it every 10 ms, which a rank with a new plan would wait for.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    results = mp.get_context("spawn").SimpleQueue()
+    rest = (store.port, num_ranks, kind, function, arguments, results)
+    mp.spawn(_run, rest, nprocs=num_ranks)  # type: ignore[no-untyped-call]
+    return max(results.get() for _ in range(num_ranks))
 
 
 def _run(
     rank: int,
-    store: str | None,
+    port: int | None,
     num_ranks: int,
     kind: str,
     function: Callable[..., int],
@@ -101,11 +101,13 @@ def _run(
     if kind == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max((os.cpu_count() or 1) // num_ranks, 1))
-    where = {} if store is None else {"init_method": store, "rank": rank, "world_size": num_ranks}
+    threads = (os.cpu_count() or 1) // num_ranks if kind == "cpu" else 1  # as torchrun has it
+    torch.set_num_threads(max(threads, 1))
+    where: dict[str, Any] = {}
+    if port is not None:
+        where = {"store": dist.TCPStore("localhost", port), "rank": rank, "world_size": num_ranks}
     backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device, **where)  # type: ignore[arg-type]
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device, **where)
     try:
         result = function(World(kind), *arguments)
     finally:

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -113,6 +114,7 @@ class _Calls:
         self.number = self.exchanges = self.history = 0
         self.known: OrderedDict[Hashable, None] = OrderedDict()
         self.reduce_groups: set[str] = set()
+        self.store: Any = None  # once ranks have talked by it
 
 
 _calls: WeakKeyDictionary[dist.ProcessGroup, _Calls] = WeakKeyDictionary()
@@ -244,7 +246,9 @@ def _between_hosts(said: bytearray, calls: _Calls, group: dist.ProcessGroup) -> 
     """Messages of one length from all ranks, in their order."""
     calls.exchanges += 1
     if "cpu:" not in dist.get_backend_config(group):
-        return _exchange_by_store(bytes(said), calls.exchanges, group)
+        if calls.store is None:
+            calls.store = _store_of(group)
+        return _exchange_by_store(bytes(said), calls.exchanges, group, calls.store)
     packed = torch.frombuffer(said, dtype=torch.uint8)
     every = [torch.empty_like(packed) for _ in range(group.size())]
     try:
@@ -292,15 +296,32 @@ def _who_is_silent(said: bytes, number: int, group: dist.ProcessGroup) -> list[i
         return []
 
 
-def _exchange_by_store(said: bytes, number: int, group: dist.ProcessGroup) -> list[bytes]:
+class _Store(NamedTuple):
+    """The store of a group, and the time for which it has to be told to wait; None if it waits for that by itself."""
+
+    store: Any
+    timeout: timedelta | None
+
+
+def _store_of(group: dist.ProcessGroup) -> _Store:
+    """By a connection of its own, where that can be made, so that it may have the group's timeout."""
+    timeout, of_all = _compat.timeout_of(group), _compat.store_of(group)
+    store = _compat.own_store_of(group)
+    if store is not of_all:
+        store.set_timeout(timeout)
+    return _Store(store, None if store.timeout == timeout else timeout)
+
+
+def _exchange_by_store(
+    said: bytes, number: int, group: dist.ProcessGroup, by: _Store
+) -> list[bytes]:
     """Exchanges the `number`-th messages of all ranks of the group through the store."""
-    store = _compat.store_of(group)
+    store = by.store
     store.set(_key(number, group.rank()), said)
     keys = [_key(number, rank) for rank in range(group.size())]
     try:
-        timeout = _compat.timeout_of(group)
-        if store.timeout != timeout:
-            store.wait(keys, timeout)
+        if by.timeout is not None:
+            store.wait(keys, by.timeout)
         arrived = store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)]
     except RuntimeError as error:
         silent = []

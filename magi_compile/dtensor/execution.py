@@ -23,6 +23,7 @@ from magi_compile.dtensor.entries import PLAIN, Packing, packed
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
 from magi_compile.dtensor.planning.local_cover import positions_of_keys
+from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
@@ -153,7 +154,7 @@ class DevicePlan:
         recvs = None if stage is None or stage.route is None else stage.route.host_recvs
         found = positions_of_keys(where, self.rank, recvs)
         found = found.masked_fill(found >= where.total, 0)
-        return found.int().to(self.forward[0].slices.device)
+        return to_device(found.int(), self.forward[0].slices.device)
 
 
 class Scoring(NamedTuple):

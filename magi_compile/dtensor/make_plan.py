@@ -21,6 +21,7 @@ from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import (
+    Ahead,
     ContextParallelOptions,
     RankPlan,
     plan_rank_together,
@@ -156,8 +157,6 @@ def plan(
 ) -> HostPlans: ...
 
 
-@one_thread()
-@_compat.outside_of_modes()
 def plan(
     mask: Any = None,
     mesh: Any = None,
@@ -212,12 +211,43 @@ def plan(
         UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, for example.
         MaskDataError: the mask_mod looks up what a captured tensor does not have, or block lists contradict it.
     """
-    if ranks is None:
-        group, device = group_of(mesh), _device_of(mesh)
-        size, rank = group.size(), group.rank()
-    else:
-        group, device = None, torch.device("cpu")
-        size, rank = _ranks_of(ranks, mesh, keys)
+    rest = {"masks": masks, "weights": weights, "seqlen": seqlen, "options": options}
+    where = _Where.of(mesh, ranks, keys)
+    return _planned(mask, where, permutation=permutation, keys=keys, **rest)()
+
+
+class _Where(NamedTuple):
+    """The group of ranks and its device in this process; without a group how many there are, and which one this is."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    size: int
+    rank: int
+
+    @staticmethod
+    def of(mesh: Any, ranks: Any = None, keys: Any = None) -> _Where:
+        """As the arguments of `plan` say. Of this thread: another one has another current device."""
+        if ranks is not None:
+            return _Where(None, torch.device("cpu"), *_ranks_of(ranks, mesh, keys))
+        group = group_of(mesh)
+        return _Where(group, _device_of(mesh), group.size(), group.rank())
+
+
+@one_thread()
+@_compat.outside_of_modes()
+def _planned(
+    mask: Any,
+    where: _Where,
+    *,
+    masks: Any = None,
+    weights: Any = None,
+    seqlen: Lengths = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+    keys: Any = None,
+) -> Callable[[], Any]:
+    """Does what `plan` does on the host, and returns the function that does the rest, on the device."""
+    group, device, size, rank = where
     is_one = masks is None
     if not is_one and mask is not None:
         raise ValueError(
@@ -254,13 +284,19 @@ def plan(
         HostPlan(_said(of_mask.slices), of_rank, options.cost, of_mask.of_unknown)
         for of_mask, of_rank in zip(converted, planned, strict=True)
     ]
-    made: list[Any] = hosts if group is None else _placed(hosts, tokens, group, device)
-    if is_one:
-        return made[0]
-    if not isinstance(masks, Mapping):
-        return made
-    by_name = dict(zip(names, made, strict=True))
-    return {name: by_name[name] for name in masks}
+
+    @one_thread()
+    @_compat.outside_of_modes()
+    def placed() -> Any:
+        made: list[Any] = hosts if group is None else _placed(hosts, tokens, group, device)
+        if is_one:
+            return made[0]
+        if not isinstance(masks, Mapping):
+            return made
+        by_name = dict(zip(names, made, strict=True))
+        return {name: by_name[name] for name in masks}
+
+    return placed
 
 
 def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[Any]:
@@ -275,11 +311,12 @@ def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[
         **arguments: the other arguments of `plan`.
 
     Returns:
-        A future: its `result()` gives what `plan` returns, on the device of the mesh, or raises what that raises. It
-        belongs to this process: in a fork, for example a worker of a DataLoader, ask again.
+        A future: its `result()` gives what `plan` returns, or raises what that raises. It puts the plan on the device
+        of the mesh, in the order of the current stream. The future belongs to this process: in a fork, for example a
+        worker of a DataLoader, ask again.
     """
-    function: Callable[..., Any] = plan  # of several signatures
-    return planner().submit(function, mask, mesh, **arguments)
+    where = _Where.of(mesh, arguments.pop("ranks", None), arguments.get("keys"))
+    return Ahead(planner().submit(_planned, mask, where, **arguments))
 
 
 def _ranks_of(ranks: Any, mesh: Any, keys: Any) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
+from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "FRAGMENT")
@@ -57,7 +58,9 @@ def _rows_of(
     with _compat.outside_of_modes():
         held = torch.tensor(chunks, device="cpu").view(cp_size, -1)
         rows = _rows(Placement(total, chunk_size, held), rank, shifts)
-        return rows._replace(sends=rows.sends.to(device), recvs=rows.recvs.to(device))
+        return rows._replace(
+            sends=to_device(rows.sends, device), recvs=to_device(rows.recvs, device)
+        )
 
 
 def _roll(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.chunks import Placement
+from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.masks.arguments import check_flag
 
 
@@ -42,8 +43,8 @@ class SpreadTokens:
         self.has_padding = where.total_padded > where.total
         positions = where.positions(rank)
         is_padding = positions >= where.total
-        self.positions = positions.masked_fill(is_padding, 0).to(device)
-        self.is_padding = is_padding.to(device)
+        self._on_host = (positions.masked_fill(is_padding, 0), is_padding)
+        self.positions, self.is_padding = (to_device(x, device) for x in self._on_host)
         self.device = device
         self.group_name = group.group_name
         self.placement, self._group = where, group
@@ -91,7 +92,7 @@ class SpreadTokens:
                 f"{self.cp_size} ranks"
             )
         where = self.placement.inverse_positions() if restore else self.placement.positions()
-        return where[None].to(self.device)
+        return to_device(where[None], self.device)
 
     # What a balancer has it under, in PyTorch and in torchtitan.
     _generate_indices = generate_permutation = permutation
@@ -117,9 +118,12 @@ class SpreadTokens:
         sizes[dim] = self.seqlen_local
         if not self.total:  # no row to take in place of padding
             x = x.new_zeros([1 if i == dim % x.ndim else n for i, n in enumerate(x.shape)])
-        local = x.index_select(dim, self.positions.to(x.device))
+        # Tokens of a loader are on the host, which need not wait for the GPU then.
+        lists = self._on_host if x.device.type == "cpu" else (self.positions, self.is_padding)
+        positions, is_padding = lists
+        local = x.index_select(dim, positions.to(x.device))
         if self.has_padding:
-            local = local.masked_fill(self.is_padding.to(x.device).view(sizes), padding)
+            local = local.masked_fill(is_padding.to(x.device).view(sizes), padding)
         return local
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
@@ -140,7 +144,7 @@ class SpreadTokens:
             local = x.detach().movedim(dim, 0).contiguous()
             parts = [torch.empty_like(local) for _ in range(self.cp_size)]
             dist.all_gather(parts, local, self._group)
-            order = self.placement.inverse_positions()[: self.total].to(x.device)
+            order = to_device(self.placement.inverse_positions()[: self.total], x.device)
             return torch.cat(parts).index_select(0, order).movedim(0, dim)
 
     def roll(self, x: Tensor, shifts: int, dim: int) -> Tensor:

@@ -170,11 +170,20 @@ def one_block_mask(
     from torch.nn.attention.flex_attention import BlockMask
 
     one = torch.ones(batch, 1, 1, dtype=torch.int32, device=device)
-    return BlockMask.from_kv_blocks(
-        *(one, torch.zeros_like(one)[..., None]),
-        BLOCK_SIZE=LARGE_SPARSE_BLOCK_SIZE,
-        mask_mod=mask_mod,
+    first = torch.zeros_like(one)[..., None]
+    # Not by `from_kv_blocks`, which finds the lists of key blocks, the same ones, in twenty operations.
+    return BlockMask(
         seq_lengths=(seqlen_q, seqlen_k),
+        kv_num_blocks=one,
+        kv_indices=first,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=one,
+        q_indices=first,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(LARGE_SPARSE_BLOCK_SIZE, LARGE_SPARSE_BLOCK_SIZE),
+        mask_mod=mask_mod,
     )
 
 

@@ -9,8 +9,9 @@ from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, Prepared, unpack
 from magi_compile.dtensor.forward import forward
+from magi_compile.dtensor.make_plan import plan, plan_ahead
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
-from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, select
 from magi_compile.kernels import select as kernels
 from magi_compile.kernels.base import Grads, Saved
@@ -173,6 +174,41 @@ def run_without_waits(group, collective):
 
 def test_no_waits(run):
     run(run_without_waits)
+
+
+def run_new_plans(group, collective):
+    """A step plans a mask of its own, here or on a thread, and the host goes on while the GPU runs the step before."""
+    device, rank = torch.device("cuda", group.rank()), group.rank()
+
+    def step(made):
+        assert made.positions.device == made.data.device == device
+        assert torch.equal(made.positions.cpu(), made.placement.positions(rank))
+        with no_waits():
+            run(made)
+
+    def run(made):
+        q, k, v = (x.requires_grad_() for x in inputs_of(made.seqlen_local, device, rank))
+        tensors = PlanTensors(made.meta, made.data)
+        context_parallel_attention(
+            q, k, v, tensors, group, collective=collective
+        ).out.sum().backward()
+
+    masks = [documents([700 + 64 * i, 1, 90, 1257, 2048 - 64 * i], causal=True) for i in range(6)]
+    run(plan(masks[0], group, options=OPTIONS))
+    run(plan(masks[1], group, options=OPTIONS))
+    with no_waits():
+        made = [plan(mask, group, options=OPTIONS) for mask in masks[2:4]]
+    ahead = [plan_ahead(mask, group, options=OPTIONS) for mask in masks[4:]]
+    for future in ahead:
+        future.exception()  # it is there
+    with no_waits():
+        made += [future.result() for future in ahead]
+    for one in made:
+        step(one)
+
+
+def test_new_plans(run):
+    run(run_new_plans)
 
 
 def run_in_a_graph(group, collective, deterministic):

@@ -17,6 +17,7 @@ from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import CommPlan, Stage
 from magi_compile.dtensor.planning.cover import Cover
 from magi_compile.dtensor.planning.dispatch import Dispatch
+from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.dtensor.planning.ranges import expand, pick
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, pack
 from magi_compile.masks.slices import AttnSlices
@@ -128,7 +129,7 @@ class _Blocks:
         ):
             last_row, last_key = -(-bottom // BLOCK), -(-right // BLOCK)
             code[entry_of, top // BLOCK : last_row, left // BLOCK : last_key] = _SHOWN
-        self.code = code.to(self.device)
+        self.code = to_device(code, self.device)
 
     def slices(
         self, at_rows: Tensor, at_keys: Tensor, bits: list[Tensor]
@@ -167,7 +168,7 @@ class _Blocks:
         nothing = -(-total // BLOCK) * BLOCK
         padded = torch.full((num_blocks * BLOCK,), nothing, dtype=torch.int64, device="cpu")
         padded[: len(positions)] = torch.where(positions < total, positions, nothing)
-        return padded.view(num_blocks, BLOCK).to(self.device)
+        return to_device(padded.view(num_blocks, BLOCK), self.device)
 
     def _shown(
         self, rows: Tensor, keys: Tensor, num_entries: int

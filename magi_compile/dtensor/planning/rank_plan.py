@@ -19,7 +19,7 @@ import itertools
 import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -49,6 +49,7 @@ from magi_compile.dtensor.planning.dispatch import (
     dispatch_together,
 )
 from magi_compile.dtensor.planning.local_cover import cover_of_rank
+from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
 from magi_compile.masks.arguments import check_count, check_device, check_flag
@@ -167,9 +168,9 @@ class RankPlan:
             [*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32, device="cpu")]
         )
         host = torch.frombuffer(array("q", meta), dtype=torch.int64)
-        flat = flat.to(device)
+        flat = to_device(flat, device)
         if self.bits is not None:  # in front, where their rows are aligned as kernels read them
-            flat = torch.cat([self.bits.to(device).flatten(), flat])
+            flat = torch.cat([to_device(self.bits, device).flatten(), flat])
         return PlanTensors(host, flat)
 
 
@@ -293,13 +294,54 @@ def plan_rank_ahead(
         belongs to this process: in a fork, for example a worker of a DataLoader, ask again.
     """
 
-    def run() -> RankPlan:
-        plan = plan_rank(slices, cp_size, rank, options)
-        if device is not None:
-            plan.tensors(device)
-        return plan
+    where = None if device is None else check_device(device)
 
-    return planner().submit(run)
+    def run() -> Callable[[], RankPlan]:
+        plan = plan_rank(slices, cp_size, rank, options)
+
+        def placed() -> RankPlan:
+            if where is not None:
+                plan.tensors(where)
+            return plan
+
+        return placed
+
+    return Ahead(planner().submit(run))
+
+
+class Ahead(Future[Any]):
+    """Gives what a thread has planned, on the device: in the order of the stream of who asks first, because on a stream
+    of the thread's own the host would have to wait until the plan has arrived, behind all that the GPU does."""
+
+    def __init__(self, planned: Future[Callable[[], Any]]):
+        super().__init__()
+        self._planned, self._lock = planned, Lock()
+        self._made: list[Any] = []
+        planned.add_done_callback(self._pass_on)
+
+    def _pass_on(self, planned: Future[Callable[[], Any]]) -> None:
+        if planned.cancelled():
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif self.set_running_or_notify_cancel():
+            error = planned.exception()
+            if error is None:
+                self.set_result(planned.result())
+            else:
+                self.set_exception(error)
+
+    def cancel(self) -> bool:
+        return self._planned.cancel()
+
+    def running(self) -> bool:
+        return self._planned.running()
+
+    def result(self, timeout: float | None = None) -> Any:
+        placed = super().result(timeout)
+        with self._lock:
+            if not self._made:
+                self._made.append(placed())
+            return self._made[0]
 
 
 @cache
