@@ -51,6 +51,7 @@ class Settings:
         frameworks: `doors`: names in `doors.FRAMEWORKS`.
         attentions: `doors`: `attn_implementation` of transformers.
         modes: `doors`: "eager", "compiled".
+        cp_degrees: `doors`: ranks of torchtitan's context parallelism, one after another.
         cuda_graphs: `doors`: whether torchtitan records them where it can, which is its default.
         protocol: `kernel`, `sparse`: how a call is timed.
         cell_limit: `kernel`, `sparse`: seconds after which a contender's case is given up.
@@ -91,6 +92,7 @@ class Settings:
     frameworks: tuple[str, ...] = ()
     attentions: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
+    cp_degrees: tuple[int, ...] = (1, 2, 4)
     cuda_graphs: bool = True
     protocol: Protocol = field(default_factory=Protocol)
     cell_limit: float = 120.0

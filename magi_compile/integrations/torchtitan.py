@@ -8,17 +8,18 @@ BlockMask it gets the slices of its mask_mods, made once for each batch, in tens
 step. Under context parallelism the tokens of a batch are spread over ranks by the masks of all layers, and a layer gets
 a `SequencePlan`.
 
-Three functions of torchtitan are replaced for that, at the first use of the override. They do what they did before
+Five functions of torchtitan are replaced for that, at the first use of the override. They do what they did before
 wherever `MagiAttention` is not.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -358,6 +359,8 @@ def _without_gather(sharding: Any) -> Any:
 def _install() -> None:
     Decoder._create_flex_attention_mask = _with_our_masks(Decoder._create_flex_attention_mask)
     context_parallel.cp_shard = _with_our_plans(context_parallel.cp_shard)
+    Trainer.batch_generator = _with_plans_of_batches(Trainer.batch_generator)
+    Trainer.post_dataloading_process = _with_its_plan(Trainer.post_dataloading_process)
     SelectiveAC.get_save_ops = _with_our_outputs(SelectiveAC.get_save_ops)
 
 
@@ -370,6 +373,8 @@ def _with_our_masks(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(config, MagiAttention.Config):
             return theirs(self, positions, attn_config, mask_mods)
         _check_layers(self)
+        if _this_batch.get() is not None:
+            return _PLANNED
         batch, seqlen = positions.shape
         return make_mask(and_masks(*mask_mods), batch, seqlen, positions.device, config)
 
@@ -424,9 +429,11 @@ def _with_our_plans(theirs: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[tuple[Tensor, ...], Any]:
         is_one = not isinstance(attention_masks, Mapping)
         masks = {"mask": attention_masks} if is_one else attention_masks
-        if not any(isinstance(mask, MaskSlices) for mask in masks.values()):
-            return theirs(cp_mesh, inputs, attention_masks, load_balancer_type, *rest, **others)
-        plans = _plans_of(cp_mesh, masks, load_balancer_type)
+        plans = _this_batch.get()
+        if plans is None:
+            if not any(isinstance(mask, MaskSlices) for mask in masks.values()):
+                return theirs(cp_mesh, inputs, attention_masks, load_balancer_type, *rest, **others)
+            plans = _plans_of(cp_mesh, masks, load_balancer_type)
         first = next(iter(plans.values()))
         fill = (0, IGNORE_INDEX, 0)  # of tokens, labels and positions
         local = tuple(
@@ -436,6 +443,69 @@ def _with_our_plans(theirs: Callable[..., Any]) -> Callable[..., Any]:
         return local, first if is_one else plans
 
     return cp_shard
+
+
+# Batches are on the host when torchtitan takes them from its loader, while the GPU runs the step before. Planned there,
+# a plan costs the step nothing; behind their way to the GPU, for which torchtitan waits, it would cost all it takes.
+
+Plans: TypeAlias = "dict[str, SequencePlan]"
+
+_PLANNED = object()  # in place of a mask that has its plan
+_this_batch: ContextVar[Plans | None] = ContextVar("this_batch", default=None)
+
+
+class _Planned(NamedTuple):
+    """The plans of a batch that torchtitan has taken, and not yet used."""
+
+    batch: dict[str, Any]
+    plans: Plans
+
+
+_planned: dict[int, _Planned] = {}  # by the id of the batch, which it keeps
+MOST_PLANNED = 1024  # of a trainer that never uses them
+
+
+def _with_plans_of_batches(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def batch_generator(self: Trainer, data_iterable: Any) -> Iterator[Any]:
+        for batch, labels in theirs(self, data_iterable):
+            plans = _plans_of_batch(self, batch)
+            if plans is not None:
+                if len(_planned) >= MOST_PLANNED:
+                    _planned.clear()
+                _planned[id(batch)] = _Planned(batch, plans)
+            yield batch, labels
+
+    return batch_generator
+
+
+def _plans_of_batch(trainer: Trainer, batch: Any) -> Plans | None:
+    """Plans by positions on the host; None where torchtitan makes no masks of ours, or not for several ranks."""
+    positions = batch.get("positions") if isinstance(batch, dict) else None
+    if not trainer.parallel_dims.cp_enabled or positions is None or positions.device.type != "cpu":
+        return None
+    first = getattr(trainer.model_config, "first_attention", None)
+    if not isinstance(getattr(first, "inner_attention", None), MagiAttention.Config):
+        return None
+    masks = trainer.model_parts[0].get_attention_masks(positions=positions)
+    masks = masks if isinstance(masks, Mapping) else {"mask": masks}
+    if not all(isinstance(mask, MaskSlices) for mask in masks.values()):
+        return None
+    balancer = trainer.config.parallelism.context_parallel_load_balancer
+    return _plans_of(trainer.parallel_dims.get_mesh("cp"), masks, balancer)
+
+
+def _with_its_plan(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def post_dataloading_process(self: Trainer, batch: Any, *rest: Any, **others: Any) -> Any:
+        planned = _planned.pop(id(batch), None)
+        token = _this_batch.set(None if planned is None else planned.plans)
+        try:
+            return theirs(self, batch, *rest, **others)
+        finally:
+            _this_batch.reset(token)
+
+    return post_dataloading_process
 
 
 def _plans_of(

@@ -124,6 +124,11 @@ class TestTraining:
         record = records[name]
         assert (record["forwards"], record["backwards"]) == (6 * 20, 6 * 20)
 
+    @pytest.mark.parametrize("name", LONG)
+    def test_batches_are_planned_on_the_host(self, records, name):
+        """While the GPU runs the step before; a plan behind the way of a batch to the GPU would hold up its step."""
+        assert records[name]["planned"] == (20 if "cp=2" in name else 0)
+
     @pytest.mark.parametrize("name", [name for name in LONG if "compile" in name])
     def test_nothing_breaks_or_compiles_again(self, records, name):
         record = records[name]

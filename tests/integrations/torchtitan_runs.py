@@ -45,6 +45,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.protocols.module import Module
 
 import magi_compile.dtensor.ops
+import magi_compile.integrations.torchtitan
 from magi_compile.integrations.torchtitan import use_magi
 from magi_compile.kernels.cpu import CpuKernel
 
@@ -148,6 +149,7 @@ class Record:
         losses: of each step.
         forwards: of attention, on this rank.
         backwards: of attention, on this rank.
+        planned: batches that had their plan before torchtitan moved them to the device.
         graphs: how many there were after each step.
         breaks: of graphs.
         error: what it raised, if that ended it.
@@ -156,6 +158,7 @@ class Record:
     losses: list[float] = field(default_factory=list)
     forwards: int = 0
     backwards: int = 0
+    planned: int = 0
     graphs: list[int] = field(default_factory=list)
     breaks: int = 0
     error: str = ""
@@ -183,6 +186,14 @@ def count_calls() -> None:
     for owner in (magi_compile.dtensor.ops, CpuKernel):
         for name in ("forward", "backward"):
             setattr(owner, name, counted(name, getattr(owner, name)))
+
+    post = torchtitan.trainer.Trainer.post_dataloading_process
+
+    def post_dataloading_process(self: Any, batch: Any, *rest: Any) -> Any:
+        calls["planned"] += magi_compile.integrations.torchtitan._this_batch.get() is not None
+        return post(self, batch, *rest)
+
+    torchtitan.trainer.Trainer.post_dataloading_process = post_dataloading_process
 
 
 def fill(model: torch.nn.Module) -> None:
@@ -214,6 +225,7 @@ def train(name: str, record: Record) -> None:
     trainer.metrics_processor.log = log
     trainer.train()
     record.forwards, record.backwards = calls["forward"], calls["backward"]
+    record.planned = calls["planned"]
     record.breaks = sum(counters["graph_break"].values())
     trainer.close()
 

@@ -129,7 +129,8 @@ class Doors(runner.Suite):
         "graphs are those of the first step, "
         "recompilations those of all later ones; peak memory is that of PyTorch's allocator, "
         "weights and gradients included. Of "
-        "torchtitan: its own log, the median of the last steps, with its optimizer, its MFU and its memory."
+        "torchtitan: its own log, the median of its last lines, each of some steps, with its "
+        "optimizer, its MFU and its memory."
     )
     has_peak = True
     counts_weights = True
@@ -232,6 +233,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = arguments.count
     for name, choices in (("frameworks", FRAMEWORKS), ("attentions", ATTENTIONS), ("modes", MODES)):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
+    parser.add_argument(
+        "--cp",
+        dest="cp_degrees",
+        nargs="+",
+        type=count,
+        default=list(torchtitan_runs.RANKS),
+        help="ranks of torchtitan's context parallelism",
+    )
     parser.add_argument(
         "--no-cuda-graphs",
         dest="cuda_graphs",

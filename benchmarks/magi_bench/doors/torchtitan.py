@@ -106,7 +106,7 @@ def recipe(run: Run) -> Trainer.Config:
             disable_cuda_graphs=not run.cuda_graphs,
         ),
         parallelism=ParallelismConfig(context_parallel_degree=run.ranks),
-        metrics=MetricsProcessor.Config(log_freq=1),
+        metrics=MetricsProcessor.Config(log_freq=run.log_every),
         debug=DebugConfig(seed=run.seed, enable_structured_logging=False),
     )
     config.compile.enable = True
@@ -114,7 +114,7 @@ def recipe(run: Run) -> Trainer.Config:
 
 
 def main() -> None:
-    """Trains, and the last rank writes torchtitan's metrics of each step, and how many graphs there were after it."""
+    """Trains, and the last rank writes the metrics that torchtitan logs, and how many graphs there were then."""
     run = Run(**json.loads(Path(sys.argv[1]).read_text()))
     init_logger()
     trainer = recipe(run).build()

@@ -24,7 +24,8 @@ from magi_bench.settings import Settings
 
 ATTENTIONS = ("magi", "flex", "varlen")
 RANKS = (1, 2, 4)
-STEPS, COUNTED = 14, 7  # the last ones count
+# torchtitan waits for the GPU where it logs, so it does not log each step; the last lines count.
+STEPS, LOG_EVERY, COUNTED = 30, 5, 4
 SECONDS = 600  # of a run at most
 
 
@@ -41,6 +42,7 @@ class Run:
         seed: of the weights.
         flavor: torchtitan's name of the model.
         steps: how many.
+        log_every: steps of a line of torchtitan's log, behind the first step's.
         cuda_graphs: whether torchtitan may record them. It does not with varlen.
     """
 
@@ -52,6 +54,7 @@ class Run:
     seed: int
     flavor: str = "8B"
     steps: int = STEPS
+    log_every: int = LOG_EVERY
     cuda_graphs: bool = False
 
 
@@ -60,7 +63,7 @@ def rows(
 ) -> Iterator[tuple[Run, Row]]:
     """The outcome of each length, number of ranks and attention."""
     missing = unavailable(settings.device)
-    for tokens, ranks in itertools.product(settings.tokens, RANKS):
+    for tokens, ranks in itertools.product(settings.tokens, settings.cp_degrees):
         made = []
         for attention in ATTENTIONS:
             sizes = (ranks, tokens, settings.train_layers, settings.lengths, settings.seed)
@@ -143,7 +146,7 @@ def failure_in(text: str) -> Row:
 
 
 def summary(steps: Sequence[dict[str, float]]) -> Row:
-    """Medians of the last steps; `tokens_per_s` and memory are of a rank."""
+    """Medians of the last lines of the log; `tokens_per_s` and memory are of a rank."""
     last = steps[-COUNTED:]
 
     def median(name: str) -> float:

@@ -13,7 +13,7 @@ pytest.importorskip(
 )
 
 ON_A_CPU = (str(Path(__file__).parent / "torchtitan_on_a_cpu.py"),)
-SMALL = Run("magi", 1, 256, 1, "short", 0, "debugmodel", 3)
+SMALL = Run("magi", 1, 256, 1, "short", 0, "debugmodel", 3, log_every=1)
 
 
 @pytest.mark.slow
