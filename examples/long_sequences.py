@@ -1,4 +1,4 @@
-"""Trains a model of Qwen3-8B's shape, with random weights, on very long sequences: 512K tokens on four GPUs of one host.
+"""Trains a model of Qwen3-8B's shape, with random weights, on very long sequences: 512K tokens on four GPUs.
 
 torchrun --nproc-per-node 4 examples/long_sequences.py --tokens 512K --documents 32
 
@@ -7,7 +7,6 @@ layers, and what attention returned, wait on the host for the backward. docs/lon
 saves. Without a GPU it runs over gloo at small sizes, as with `--quick`; `--check` compares with one process.
 """
 
-# ruff: noqa: E402  (PyTorch reads its settings when it is imported)
 from __future__ import annotations
 
 import argparse
@@ -16,7 +15,7 @@ import os
 import resource
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +57,6 @@ QUICK = SHAPE | {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
 }
 ATTENTION = torch.ops.magi.cp_ffa_fwd.default
 IGNORED = -100
@@ -168,9 +166,7 @@ def use_checkpoints(
         options["context_fn"] = partial(create_selective_checkpoint_contexts, [ATTENTION])
     if args.offload and device.type == "cpu":
         torch.cpu.is_available = lambda: False  # transformers would pin memory, which needs a GPU
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs=options, offload=args.offload
-    )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, offload=args.offload)
 
 
 def shard_weights(model: Qwen3ForCausalLM, args: argparse.Namespace) -> None:
@@ -185,7 +181,7 @@ def shard_weights(model: Qwen3ForCausalLM, args: argparse.Namespace) -> None:
 class Magi:
     """magi_compile's context parallelism, for any documents."""
 
-    def __init__(self, model: Qwen3ForCausalLM, accelerator: Accelerator):
+    def __init__(self, model: Qwen3ForCausalLM, accelerator: Accelerator, args: argparse.Namespace):
         self.ranks = context_parallel(accelerator, model, cp_size=dist.get_world_size())
 
     @contextmanager
@@ -196,7 +192,7 @@ class Magi:
 class Transformers:
     """What accelerate makes of `ParallelismConfig(cp_size=...)`: PyTorch's ring over causal attention. One document."""
 
-    def __init__(self, model: Qwen3ForCausalLM, accelerator: Accelerator):
+    def __init__(self, model: Qwen3ForCausalLM, accelerator: Accelerator, args: argparse.Namespace):
         from accelerate.big_modeling import _attach_context_parallel_hooks
 
         _attach_context_parallel_hooks(model)  # `is_causal=True` in place of masks
@@ -207,14 +203,14 @@ class Transformers:
             from torch.distributed.tensor.experimental import context_parallel
             from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-            set_rotate_method("allgather")
+            set_rotate_method(args.rotate)
             self.context = context_parallel
 
     @contextmanager
     def spread(self, batch: dict[str, Tensor]):
         tokens, positions = batch["input_ids"].clone(), batch["position_ids"].clone()
         labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        count = (labels != IGNORED).sum() / dist.get_world_size()
+        count = int((labels != IGNORED).sum()) / dist.get_world_size()
         buffers = [tokens, positions, labels]
         block = self.context(
             self.mesh,
@@ -260,7 +256,7 @@ class Run:
         self.args, self.device = args, accelerator.device
         self.model = make_model(args)
         use_liger(self.model, args)
-        self.strategy = STRATEGIES[args.strategy](self.model, accelerator)
+        self.strategy = STRATEGIES[args.strategy](self.model, accelerator, args)
         use_checkpoints(self.model, args, self.device)
         shard_weights(self.model, args)
         fill(self.model, self.device)
@@ -289,14 +285,18 @@ class Run:
         loss, norm, forward = self.gradients(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        found = [loss.item(), norm.item(), 0.0, forward, peak_bytes(self.device)]
+        found = {"loss": loss.item(), "norm": norm.item()}
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        found[2] = time.perf_counter() - begin
-        numbers = torch.tensor(found, dtype=torch.float64, device=self.device)
+        found["seconds"] = time.perf_counter() - begin
+        found |= {"forward_bytes": forward, "peak_bytes": peak_bytes(self.device)}
+        found["card_bytes"] = found["peak_bytes"]
+        if self.device.type == "cuda":  # with what PyTorch keeps, and what it does not know of
+            free, total = torch.cuda.mem_get_info()
+            found["card_bytes"] = float(total - free)
+        numbers = torch.tensor(list(found.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        names = ("loss", "norm", "seconds", "forward_bytes", "peak_bytes")
-        return SimpleNamespace(**dict(zip(names, numbers.tolist(), strict=True)))
+        return SimpleNamespace(**dict(zip(found, numbers.tolist(), strict=True)))
 
 
 def peak_bytes(device: torch.device) -> float:
@@ -365,8 +365,12 @@ def write(path: Path, run: Run, steps: list[SimpleNamespace], parts: dict[str, f
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     mask = "causal" if args.documents == 1 else "document_causal"
     case = Case(
-        *("doors", mask, args.tokens // world, *heads, args.dtype, f"equal_{args.documents}"),
-        **{"which": "fwdbwd", "layers": args.layers, "ranks": world, "mode": "eager"},
+        *("doors", mask, args.tokens // world, *heads, args.dtype),
+        lengths=f"equal_{args.documents}",
+        which="fwdbwd",
+        layers=args.layers,
+        ranks=world,
+        mode="eager",
     )
     last = steps[-1]
     times = {
@@ -403,6 +407,7 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=number, help="36, with --quick 2")
     add("--steps", type=number, default=3)
     add("--strategy", choices=STRATEGIES, default="magi", help="whose context parallelism")
+    add("--rotate", choices=("allgather", "alltoall"), default="allgather", help="of transformers")
     add("--keep-attention", nargs="?", const="host", choices=("host", "gpu"), help="where to")
     add("--tiles", type=number, default=8, help="parts of the MLP; 1 leaves it as it is")
     add("--fused", choices=("all", "loss", "none"), help="kernels of liger: all, on a CPU none")
@@ -423,7 +428,9 @@ def arguments() -> argparse.Namespace:
     for name in ("tokens", "warm_up"):
         if (getattr(args, name) or 0) % args.documents:
             given, option = getattr(args, name), name.replace("_", "-")
-            parser.error(f"--{option} must be a multiple of --documents {args.documents}, got {given}")
+            parser.error(
+                f"--{option} must be a multiple of --documents {args.documents}, got {given}"
+            )
     if args.strategy == "transformers" and args.documents > 1:
         parser.error(f"--documents must be 1 with --strategy transformers, got {args.documents}")
     if args.strategy == "transformers" and args.keep_attention:
@@ -459,7 +466,8 @@ def main() -> None:
         x = steps[-1]
         say(
             f"step {i}: {x.seconds:.2f} s, {args.tokens / x.seconds:,.0f} tokens/s, "
-            f"peak {x.peak_bytes / 1e9:.1f} GB (forward {x.forward_bytes / 1e9:.1f}), "
+            f"peak {x.peak_bytes / 1e9:.1f} GB (forward {x.forward_bytes / 1e9:.1f}, "
+            f"card {x.card_bytes / 1e9:.1f}), "
             f"loss {x.loss:.4f}, gradients {x.norm:.3f}"
         )
     parts = profile(run) if args.profile else {}

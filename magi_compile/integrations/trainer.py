@@ -48,11 +48,13 @@ from magi_compile.dtensor.agreement import require_equal_tokens
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.integrations.sharded_batches import (
     CHANGING_ROPES,
+    COUNT,
     IGNORED,
     LONGEST,
     MASKS,
     PLAN,
     BatchPlanner,
+    Exact,
     PlannedBatch,
     PlanningCollator,
     ShardedBatch,
@@ -237,6 +239,8 @@ class _Hooks:
             ).sum() * self.context_parallel_ranks.data_parallel_size
         self._sharded = self.context_parallel_ranks.sharded(inputs)
         inputs = self._sharded.inputs(inputs)
+        if isinstance(num_items_in_batch, Tensor):
+            inputs[COUNT] = Exact(num_items_in_batch)
         trainer: Any = super()
         found = trainer.compute_loss(
             model,
@@ -367,9 +371,10 @@ class ContextParallelRanks:
         inputs = self.sharded(batch).inputs(batch)
         if "shift_labels" in inputs:
             num_items = self.count(batch) if num_items is None else num_items
-            inputs["num_items_in_batch"] = num_items / (
-                self._accelerator.num_processes // self._tp_size
-            )
+            num_items = num_items / (self._accelerator.num_processes // self._tp_size)
+            inputs["num_items_in_batch"] = num_items
+            if isinstance(num_items, Tensor):
+                inputs[COUNT] = Exact(num_items)
         return inputs
 
     def sharded(self, batch: Mapping[str, Any]) -> ShardedBatch:
@@ -613,8 +618,16 @@ def _give_masks(decoder: Any, args: Any, kwargs: Any) -> Any:
     return args, {**kwargs, "attention_mask": masks}
 
 
-def _expect_masks(model: Any, args: Any, kwargs: Any) -> None:
+def _expect_masks(model: Any, args: Any, kwargs: Any) -> Any:
     model.base_model._magi_took_masks = False
+    if COUNT not in kwargs:
+        return args, kwargs
+    exact, count = kwargs.pop(COUNT).value, kwargs.get("num_items_in_batch")
+    if isinstance(count, Tensor) and count.dtype != exact.dtype:
+        # FSDP2 has cast it to the dtype of the weights: in bfloat16 1022 is 1024. A count of the user's stays.
+        is_same = exact.to(count.device, count.dtype) == count
+        kwargs["num_items_in_batch"] = torch.where(is_same, exact.to(count.device), count)
+    return args, kwargs
 
 
 def _require_masks(model: Any, args: Any, kwargs: Any, output: Any) -> None:
