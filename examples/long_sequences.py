@@ -409,8 +409,8 @@ def arguments() -> argparse.Namespace:
     add("--strategy", choices=STRATEGIES, default="magi", help="whose context parallelism")
     add("--rotate", choices=("allgather", "alltoall"), default="allgather", help="of transformers")
     add("--keep-attention", nargs="?", const="host", choices=("host", "gpu"), help="where to")
-    add("--tiles", type=number, default=8, help="parts of the MLP; 1 leaves it as it is")
-    add("--fused", choices=("all", "loss", "none"), help="kernels of liger: all, on a CPU none")
+    add("--tiles", type=number, help="parts of the MLP, 1 leaves it as it is; 8, with --quick 1")
+    add("--fused", choices=("all", "loss", "none"), help="kernels of liger: all, with --quick none")
     add("--offload", action=argparse.BooleanOptionalAction, default=True, help="layers' inputs")
     add("--dtype", choices=("bfloat16", "float32"), help="bfloat16, on a CPU float32")
     add("--warm-up", type=number, help="tokens of a step before, which is not counted")
@@ -423,7 +423,8 @@ def arguments() -> argparse.Namespace:
     args.quick = args.quick or not has_gpu
     args.tokens = args.tokens or (2048 if args.quick else 2**19)
     args.layers = args.layers or (QUICK if args.quick else SHAPE)["num_hidden_layers"]
-    args.fused = args.fused or ("all" if has_gpu else "none")
+    args.tiles = args.tiles or (1 if args.quick else 8)
+    args.fused = args.fused or ("none" if args.quick else "all")
     args.dtype = args.dtype or ("bfloat16" if has_gpu else "float32")
     for name in ("tokens", "warm_up"):
         if (getattr(args, name) or 0) % args.documents:

@@ -612,6 +612,7 @@ def _give_masks(decoder: Any, args: Any, kwargs: Any) -> Any:
     masks, longest = kwargs.pop(MASKS, None), kwargs.pop(LONGEST, None)
     for rotary in _rotaries(decoder):
         rotary._magi_longest = longest
+    _restore_count(kwargs)
     if masks is None:
         return args, kwargs
     decoder._magi_took_masks = True
@@ -620,14 +621,18 @@ def _give_masks(decoder: Any, args: Any, kwargs: Any) -> Any:
 
 def _expect_masks(model: Any, args: Any, kwargs: Any) -> Any:
     model.base_model._magi_took_masks = False
-    if COUNT not in kwargs:
-        return args, kwargs
-    exact, count = kwargs.pop(COUNT).value, kwargs.get("num_items_in_batch")
-    if isinstance(count, Tensor) and count.dtype != exact.dtype:
-        # FSDP2 has cast it to the dtype of the weights: in bfloat16 1022 is 1024. A count of the user's stays.
-        is_same = exact.to(count.device, count.dtype) == count
-        kwargs["num_items_in_batch"] = torch.where(is_same, exact.to(count.device), count)
+    _restore_count(kwargs)
     return args, kwargs
+
+
+def _restore_count(kwargs: dict[str, Any]) -> None:
+    """Gives a model the number of labels that FSDP2 has cast to the dtype of its weights: 1022 is 1024 in bfloat16. A
+    count of the user's own stays."""
+    exact, count = kwargs.pop(COUNT, None), kwargs.get("num_items_in_batch")
+    if exact is None or not isinstance(count, Tensor) or count.dtype == exact.value.dtype:
+        return
+    value = exact.value.to(count.device)
+    kwargs["num_items_in_batch"] = torch.where(value.to(count.dtype) == count, value, count)
 
 
 def _require_masks(model: Any, args: Any, kwargs: Any, output: Any) -> None:
