@@ -20,11 +20,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-# Segments that grow do not fragment; pinning 40 GB takes one thread long.
-os.environ.setdefault(
-    "PYTORCH_ALLOC_CONF",
-    "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
-)
+# Segments that grow do not fragment. PyTorch reads this when it is imported.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
