@@ -30,6 +30,7 @@ GUIDES = [
     "lowering",
     "transformers",
     "trainer",
+    "long_sequences",
     "varlen_attn",
     "magi_attention",
     "context_parallel",

@@ -98,3 +98,89 @@ def test_shared_prefixes():
     ).groups()
     assert float(log_probs) < 1e-5
     assert float(gradients) < 1e-5
+
+
+def long_sequences(processes, *options):
+    """Runs the program at its small size; what it printed."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = [str(EXAMPLES / "long_sequences.py"), "--check", "--steps", "1", *options]
+    run = subprocess.run(
+        [*launch, "--nproc-per-node", str(processes), *program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def check_first_step(printed, loss_off, gradients_off):
+    loss, one = map(float, re.search(r"loss (\S+), on one process (\S+)", printed).groups())
+    assert loss == pytest.approx(one, abs=loss_off)
+    off, most = re.search(r"gradients differ by at most (\S+) of (\S+)", printed).groups()
+    assert float(off) < gradients_off * float(most)
+    assert "step 0: " in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (2, "--documents 4"),
+        (2, "--documents 4 --keep-attention host --profile"),
+        (4, "--keep-attention gpu"),
+        (2, "--strategy transformers"),
+    ],
+)
+def test_long_sequences(processes, options):
+    """Sharded weights, checkpoints on the host and kept attention give the first step of one process."""
+    printed = long_sequences(processes, *options.split())
+    check_first_step(printed, 2e-5, 1e-5)
+    assert ("attention " in printed) == ("--profile" in options)
+
+
+@pytest.mark.slow
+def test_long_sequences_in_bfloat16():
+    """The number of labels stays exact where FSDP2 casts a model's arguments; rounded, the loss is off by 0.011."""
+    check_first_step(long_sequences(2, "--documents", "4", "--dtype", "bfloat16"), 1e-3, 0.05)
+
+
+@pytest.mark.slow
+def test_long_sequences_with_liger(monkeypatch, tmp_path):
+    """The tiled MLP, and the fused loss in Triton's interpreter; the result is a row of magi-bench."""
+    pytest.importorskip("liger_kernel")
+    pytest.importorskip("magi_bench")
+    from magi_bench.results.rows import load
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = tmp_path / "rows.jsonl"
+    options = ["--tiles", "3", "--fused", "loss", "--keep-attention", "--documents", "4"]
+    check_first_step(long_sequences(2, *options, "--json", str(path)), 2e-5, 1e-5)
+    (row,) = load([path]).ok_rows()
+    assert row["contender"] == "magi-kept"
+    assert row["passes"]["fwdbwd"]["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--documents 3", "--tokens must be a multiple of --documents 3, got 2048"),
+        ("--documents 2 --strategy transformers", "--documents must be 1 with --strategy"),
+        ("--keep-attention --strategy transformers", "--keep-attention needs --strategy magi"),
+        ("--tokens none", "must be a number such as 32, 8192 or 512K, got 'none'"),
+        ("", "processes must be started by torchrun, got one alone"),
+    ],
+)
+def test_bad_arguments_of_long_sequences(options, message):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    command = [sys.executable, str(EXAMPLES / "long_sequences.py"), *options.split()]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr

@@ -26,6 +26,7 @@ from magi_compile.masks.block_mask import slices_from_block_mask
 PLAN = "context_parallel_plan"  # the key under which a batch has its PlannedBatch
 MASKS = "context_parallel_masks"  # the argument of the model that its decoder takes for `attention_mask`
 LONGEST = "context_parallel_longest"  # and the one that its rotary embeddings take
+COUNT = "context_parallel_count"  # and the one that the model takes for `num_items_in_batch`
 IGNORED = -100
 CHANGING_ROPES = frozenset({"dynamic", "longrope"})  # look at the longest position of a batch
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
@@ -134,6 +135,13 @@ def _counted(lengths: Tensor) -> Tensor:
 def _within(lengths: Tensor, window: tuple[int | None, int]) -> AttnSlices:
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     return AttnSlices.from_cu_seqlens(ends, window=window)
+
+
+class Exact:
+    """A tensor that FSDP2 does not find where it casts a model's arguments, as it would in a dataclass."""
+
+    def __init__(self, value: Tensor):
+        self.value = value
 
 
 @dataclass(frozen=True, eq=False)

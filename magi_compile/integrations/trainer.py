@@ -48,11 +48,13 @@ from magi_compile.dtensor.agreement import require_equal_tokens
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.integrations.sharded_batches import (
     CHANGING_ROPES,
+    COUNT,
     IGNORED,
     LONGEST,
     MASKS,
     PLAN,
     BatchPlanner,
+    Exact,
     PlannedBatch,
     PlanningCollator,
     ShardedBatch,
@@ -237,6 +239,8 @@ class _Hooks:
             ).sum() * self.context_parallel_ranks.data_parallel_size
         self._sharded = self.context_parallel_ranks.sharded(inputs)
         inputs = self._sharded.inputs(inputs)
+        if isinstance(num_items_in_batch, Tensor):
+            inputs[COUNT] = Exact(num_items_in_batch)
         trainer: Any = super()
         found = trainer.compute_loss(
             model,
@@ -367,9 +371,10 @@ class ContextParallelRanks:
         inputs = self.sharded(batch).inputs(batch)
         if "shift_labels" in inputs:
             num_items = self.count(batch) if num_items is None else num_items
-            inputs["num_items_in_batch"] = num_items / (
-                self._accelerator.num_processes // self._tp_size
-            )
+            num_items = num_items / (self._accelerator.num_processes // self._tp_size)
+            inputs["num_items_in_batch"] = num_items
+            if isinstance(num_items, Tensor):
+                inputs[COUNT] = Exact(num_items)
         return inputs
 
     def sharded(self, batch: Mapping[str, Any]) -> ShardedBatch:
@@ -607,14 +612,27 @@ def _give_masks(decoder: Any, args: Any, kwargs: Any) -> Any:
     masks, longest = kwargs.pop(MASKS, None), kwargs.pop(LONGEST, None)
     for rotary in _rotaries(decoder):
         rotary._magi_longest = longest
+    _restore_count(kwargs)
     if masks is None:
         return args, kwargs
     decoder._magi_took_masks = True
     return args, {**kwargs, "attention_mask": masks}
 
 
-def _expect_masks(model: Any, args: Any, kwargs: Any) -> None:
+def _expect_masks(model: Any, args: Any, kwargs: Any) -> Any:
     model.base_model._magi_took_masks = False
+    _restore_count(kwargs)
+    return args, kwargs
+
+
+def _restore_count(kwargs: dict[str, Any]) -> None:
+    """Gives a model the number of labels that FSDP2 has cast to the dtype of its weights: 1022 is 1024 in bfloat16. A
+    count of the user's own stays."""
+    exact, count = kwargs.pop(COUNT, None), kwargs.get("num_items_in_batch")
+    if exact is None or not isinstance(count, Tensor) or count.dtype == exact.value.dtype:
+        return
+    value = exact.value.to(count.device)
+    kwargs["num_items_in_batch"] = torch.where(value.to(count.dtype) == count, value, count)
 
 
 def _require_masks(model: Any, args: Any, kwargs: Any, output: Any) -> None:

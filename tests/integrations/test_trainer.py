@@ -3,6 +3,7 @@
 import datetime
 import pickle
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from magi_compile import create_block_mask
 from magi_compile.dtensor import ContextParallelOptions
-from magi_compile.integrations import sharded_batches
+from magi_compile.integrations import sharded_batches, trainer
 from magi_compile.integrations.packed_documents import starts_of_documents
-from magi_compile.integrations.sharded_batches import BatchPlanner, LayerSlices
+from magi_compile.integrations.sharded_batches import COUNT, BatchPlanner, Exact, LayerSlices
 from magi_compile.integrations.trainer import ContextParallelMixin, context_parallel
 from magi_compile.integrations.transformers import masks_of_layers
 from magi_compile.masks.block_mask import slices_from_block_mask
@@ -232,6 +233,16 @@ def test_refusals(name):
         trainer.model_init = lambda: model_of("llama")
     with pytest.raises((ValueError, NotImplementedError), match=message):
         context_parallel(trainer, cp_size=2)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(1022, 1022), (77, 77)])
+def test_a_count_that_was_cast_is_exact_again(given, wanted):
+    """1022 is 1024 in bfloat16, as FSDP2 hands it on; a count of the user's own (77) stays."""
+    model, exact = SimpleNamespace(base_model=SimpleNamespace()), torch.tensor(1022.0)
+    kwargs = {"num_items_in_batch": torch.tensor(given).bfloat16(), COUNT: Exact(exact)}
+    _, kwargs = trainer._expect_masks(model, (), kwargs)
+    assert list(kwargs) == ["num_items_in_batch"]
+    assert float(kwargs["num_items_in_batch"]) == wanted
 
 
 def test_other_losses_of_trl_are_refused():
