@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from magi_bench.clock import ALONE, Ahead, Alone, Ready
 from magi_bench.gate import Check, truth_of_step
@@ -86,7 +88,10 @@ def steps(
 
 
 def check_steps(model: Llama, pack: Pack, results: Sequence[Tensor]) -> Check:
-    """Holds the results of a step to those of `model` on one rank, without FlexAttention and torch.compile."""
+    """Holds the results of a step to those of `model` on one rank, without FlexAttention and torch.compile. Layers run
+    again in its backward, since one rank has the tokens of all here."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
     def run() -> list[Tensor]:
         loss = model(pack.tokens, pack.targets, pack.document, pack.lengths)

@@ -85,11 +85,26 @@ class Block(nn.Module):
 
 def attend_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """Causal attention of each document by itself, without FlexAttention: what others are held to."""
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
     documents = [
         F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)  # type: ignore[misc]
+        if is_half
+        else attend_by_group(*part)
         for part in zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
     ]
     return torch.cat(documents, dim=2)
+
+
+def attend_by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same in other dtypes, for the query heads of one key head after another. PyTorch has no kernel there that
+    knows groups of heads and keeps scores out of memory."""
+    parts = []
+    for queries, key, value in zip(
+        q.chunk(k.shape[1], 1), k.split(1, 1), v.split(1, 1), strict=True
+    ):
+        key, value = (x.expand(-1, queries.shape[1], -1, -1) for x in (key, value))
+        parts.append(F.scaled_dot_product_attention(queries, key, value, is_causal=True))
+    return torch.cat(parts, 1)
 
 
 def causal_within(
