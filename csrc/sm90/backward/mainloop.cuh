@@ -15,6 +15,7 @@
 #include "backward/epilogue.cuh"
 #include "backward/scores.cuh"
 #include "common/bits.cuh"
+#include "common/block_table.cuh"
 #include "common/intervals.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
@@ -187,6 +188,11 @@ public:
             if constexpr (Config::kMapIntervals > 0) {
                 apply_intervals_to_keys<Config::kMapIntervals>(scores, params_.intervals, mask_row + row + lane_ / 4,
                                                                block.first, block.end);
+            }
+            if constexpr (Config::kMapTable) {
+                apply_table(scores, params_.table, mask_row + row + lane_ / 4, block.key_end(), block.word(), lane_);
+            }
+            if constexpr (Config::kMapAsks) {
                 return;
             }
             apply_mask<Config::kMapLines == 0>(scores, block.run, params_.edges, mask_row + row + lane_ / 4,

@@ -1,5 +1,5 @@
-"""magi::plan_lists: the block lists of a mask, and the key intervals that each query sees besides -> how a kernel walks
-them, packed; there are no slices."""
+"""magi::plan_lists: the block lists of a mask, and the key intervals that each query sees besides, or a table of its
+blocks -> how a kernel walks them, packed; there are no slices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from magi_compile.kernels.scored import ScoreNeeds
 from magi_compile.kernels.select import select_for_lists
 from magi_compile.masks.block_mask import beside_lists, reached_by
 from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.ops.library import chosen_for
 from magi_compile.ops.masks.mask_intervals import packed_intervals
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
-from magi_compile.plan.block_map import ListShape
+from magi_compile.plan.block_map import CELL, ListShape
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -31,26 +32,39 @@ _lib = torch.library.Library("magi", "FRAGMENT")
 
 
 def shape_of_lists(
-    lists: BlockLists,
+    lists: BlockLists | None,
     block_size: Sequence[int],
     sizes: Sequence[Any],
     intervals: int = 0,
+    table: Sequence[Any] | None = None,
 ) -> ListShape:
-    """The sizes of a mask of `lists`, real or fake ones or nodes' values.
+    """The sizes of a mask of `lists`, real or fake ones or nodes' values. Lists of blocks that are no multiples of 64
+    become a table.
 
     Args:
-        lists: of some heads.
-        block_size: queries and keys of a block.
+        lists: of some heads; None where there is only a table.
+        block_size: queries and keys of a block; nothing where there are no lists.
         sizes: batch entries, and queries and keys of one.
         intervals: that a query sees at most besides; 0 if the lists say all.
+        table: the sizes of `BlockTable.listed`, of a table beside; else None.
 
     Returns:
         The sizes.
     """
-    heads = max(int(num_blocks.shape[1]) for num_blocks, _ in lists.kinds)
+    heads = [1 if table is None else int(table[1])]
+    if lists is not None:
+        heads += [int(num_blocks.shape[1]) for num_blocks, _ in lists.kinds]
     batch, seqlen_q, seqlen_k = sizes
-    rows, keys = (int(size) for size in block_size)
-    return ListShape(batch, heads, seqlen_q, seqlen_k, rows, keys, intervals)
+    rows, keys = (int(size) for size in (block_size or _NO_BLOCKS))
+    shape = ListShape(batch, max(heads), seqlen_q, seqlen_k, rows, keys, intervals)
+    if table is not None:
+        return shape._replace(table_q=table[2], table_k=table[3])
+    if rows % CELL or keys % CELL:
+        return shape._replace(table_q=shape.num_q, table_k=shape.num_k)
+    return shape
+
+
+_NO_BLOCKS = 128, 128  # any
 
 
 class _ListCall(NamedTuple):
@@ -67,20 +81,31 @@ class _ListCall(NamedTuple):
     kernel: str
     has_score: bool = False
     intervals: Tensor | None = None
+    table: Sequence[Tensor] | None = None
 
     @property
-    def lists(self) -> BlockLists:
-        return BlockLists(*self.block_lists)
+    def lists(self) -> BlockLists | None:
+        return BlockLists(*self.block_lists) if self.block_lists else None
+
+    @property
+    def block_table(self) -> BlockTable | None:
+        return BlockTable(*self.table) if self.table else None
+
+    @property
+    def given(self) -> Tensor:
+        """Some tensor."""
+        return (self.block_lists or self.table)[0]  # type: ignore[index]
 
     @property
     def shape(self) -> ListShape:
         sizes = self.batch, self.seqlen_q, self.seqlen_k
         count = 0 if self.intervals is None else int(self.intervals.shape[1])
-        return shape_of_lists(self.lists, self.block_size, sizes, count)
+        table = self.table[0].shape if self.table else None
+        return shape_of_lists(self.lists, self.block_size, sizes, count, table)
 
     def chosen(self) -> tuple[MappedKernel, AttnProblem]:
         """The kernel, and its problem."""
-        device, heads = self.block_lists[0].device, tuple(self.heads)
+        device, heads = self.given.device, tuple(self.heads)
         kernel, problem = chosen_for(
             *(device, self.dtype, heads, 1.0, self.softcap, self.kernel or None),  # type: ignore[arg-type]
             has_score=self.has_score,
@@ -94,15 +119,16 @@ def _plan_lists(*arguments: Any) -> list[Tensor]:
     raise_pending()
     call = _ListCall(*arguments)
     kernel, problem = call.chosen()
-    if call.block_lists[0].device.type == "cuda":
+    if call.given.device.type == "cuda" and not call.shape.has_table:
         hand_over_to_launcher()
-    return pack(kernel.plan_lists(call.lists, call.shape, problem, call.intervals))
+    given = call.intervals, call.block_table
+    return pack(kernel.plan_lists(call.lists, call.shape, problem, *given))
 
 
 def _plan_lists_fake(*arguments: Any) -> list[Tensor]:
     call = _ListCall(*arguments)
     kernel, problem = call.chosen()
-    made = fake_plan_of_lists(call.lists, call.shape, problem)
+    made = fake_plan_of_lists(call.given, call.shape, problem)
     if isinstance(kernel, CompiledKernel) and _compat.is_in_use(made[0].device):
         kernel.begin_plan(Plan(block_map=problem.block_map), problem)
     return made
@@ -112,7 +138,7 @@ define_repeatable(
     _lib,
     "plan_lists(Tensor[] block_lists, int[] block_size, SymInt batch, SymInt seqlen_q, SymInt seqlen_k, "
     "ScalarType dtype, int[] heads, float softcap, str kernel, bool has_score=False, "
-    "Tensor? intervals=None) -> Tensor[]",
+    "Tensor? intervals=None, Tensor[]? table=None) -> Tensor[]",
     *(_plan_lists, _plan_lists_fake),
 )
 
