@@ -168,8 +168,8 @@ def check_table(
     points, heads = random_points(NUM_POINTS, sizes, table.listed.device), sizes.heads.q
     b, h = points.entry // heads, points.entry % heads
     place = [x.clamp(max=size - 1) for x, size in zip((b, h), table.listed.shape, strict=False)]
-    blocks = table.of_queries[b, points.q].long(), table.of_keys[b, points.kv].long()
-    shown = table.listed[(*place, *blocks)]
+    place += [table.of_queries[b, points.q].long(), table.of_keys[b, points.kv].long()]
+    shown = table.listed[tuple(place)]
     if intervals is not None:
         lo, hi = (x[:, b, points.q] for x in (intervals.lo, intervals.hi))
         shown = shown & ((points.kv >= lo) & (points.kv < hi)).any(0)
