@@ -34,10 +34,12 @@ def _mask_table(*arguments: Any) -> Parts:
         intervals = row_intervals(found.beside, call.tables, call.symbols, **of_one, device=device)
         checks += intervals.checks
         edges = packed_intervals(intervals, call.capacity)
+    require(checks)
     known_as = f"table of {call.program}"
     if call.verify or not is_verified(known_as):
-        checks += check_table(mask, call.tables, call.symbols, table, intervals, sizes)
-    require(checks)
+        second = check_table(mask, call.tables, call.symbols, table, intervals, sizes)
+        require(second)
+        checks = [*checks, *second]
     remember(known_as)
     listed = table.listed
     if checks and device.type == "cuda":  # raises later there: until then nothing is seen
