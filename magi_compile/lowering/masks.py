@@ -23,7 +23,6 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
     MAX_BIT_BLOCKS,
     MIN_PERIOD,
-    MIN_TOKENS_OF_BLOCK,
     apply_now,
     repeats_too_often,
     slice_capacity,
@@ -46,8 +45,8 @@ from magi_compile.masks.evaluation.block_table import shape_of_table
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 from magi_compile.masks.slices import MAX_SEQLEN
-from magi_compile.ops.masks.plan_lists import shape_of_lists
-from magi_compile.plan.block_map import CELL, ListShape
+from magi_compile.ops.masks.plan_lists import has_table_of, shape_of_lists
+from magi_compile.plan.block_map import ListShape
 
 
 @dataclass(frozen=True)
@@ -389,20 +388,15 @@ def _tabled(mask: MaskOfCall, options: LoweringOptions) -> ListShape | None:
     )
     tables = [x for x in call.mask_buffers if isinstance(value_of(x), Tensor)]
     captured = value_of(tables[found.look_up.args[0]])
-    block_size = [int(value_of(x)) for x in call.block_size] if call.block_lists else []
-    is_odd = any(size % CELL for size in block_size)
-    if has_reasons or captured.dtype != torch.bool or is_odd:
+    if has_reasons or captured.dtype != torch.bool:
         return None
     (batch, heads, seqlen_q, _), (_, heads_kv, seqlen_k, _) = (
         value_of(x).shape for x in (call.q, call.k)
     )
     of_call = MaskSizes(batch, seqlen_q, seqlen_k, Heads(int(heads), int(heads_kv)))
     sizes = shape_of_table(found, captured.shape, of_call)
-    lengths = zip(sizes[2:], (seqlen_q, seqlen_k), strict=True)
-    if any(
-        isinstance(count, int) and isinstance(length, int) and count * MIN_TOKENS_OF_BLOCK > length
-        for count, length in lengths
-    ):
+    block_size = [int(value_of(x)) for x in call.block_size] if call.block_lists else []
+    if not has_table_of(sizes, block_size, (batch, seqlen_q, seqlen_k)):
         return None
     lists = BlockLists(*map(value_of, call.block_lists)) if call.block_lists else None
     count = 0 if found.beside.is_always_true else max(beside.max_intervals, 1)

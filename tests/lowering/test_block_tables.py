@@ -198,16 +198,25 @@ def test_lists_of_odd_blocks(is_causal, hopper):
 
 def test_an_index_that_is_no_block(hopper):
     def attend(q, k, v, listed, of_q, of_k):
-        mask_mod = by_heads(listed, of_q, of_k)
-        mask = create_block_mask(mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+        one = torch.ones(1, 1, 1, dtype=torch.int32)
+        mask = BlockMask.from_kv_blocks(
+            *(one, 0 * one[..., None]),
+            BLOCK_SIZE=384,
+            mask_mod=by_heads(listed, of_q, of_k),
+            seq_lengths=(LENGTH_Q, LENGTH_K),
+            compute_q_blocks=False,
+        )
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
     torch._dynamo.reset()
     step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
-    listed, of_q, of_k = blocks()
+    (q, k, v), (listed, of_q, of_k) = inputs(), blocks()
+    visible = by_heads(listed, of_q, of_k)
+    visible = create_mask(visible, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+    assert_close(step(q, k, v, listed, of_q, of_k), dense(q, k, v, visible))
     of_k = of_k.clone()
     of_k[5] = NUM_K
     with pytest.raises(
-        MaskDataError, match=r"must look up entries in \[-7, 7\), but it looks up 7 at position 5"
+        MaskDataError, match=r"entries in \[-7, 7\), but it looks up 7 at position 5"
     ):
-        step(*inputs(), listed, of_q, of_k)
+        step(q, k, v, listed, of_q, of_k)

@@ -13,13 +13,15 @@ from magi_compile import _compat
 from magi_compile._checks import raise_pending
 from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem, CompiledKernel
+from magi_compile.kernels.heuristics import MIN_TOKENS_OF_BLOCK
 from magi_compile.kernels.mapped import MappedKernel, block_map_of, fake_plan_of_lists
 from magi_compile.kernels.plan import Plan, pack
 from magi_compile.kernels.scored import ScoreNeeds
 from magi_compile.kernels.select import select_for_lists
-from magi_compile.masks.block_mask import beside_lists, reached_by
+from magi_compile.masks.block_mask import beside_lists, reached_by, table_beside_lists
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.block_table import BlockTable
+from magi_compile.masks.evaluation.sizes import Heads
 from magi_compile.ops.library import chosen_for
 from magi_compile.ops.masks.mask_intervals import packed_intervals
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
@@ -65,6 +67,24 @@ def shape_of_lists(
 
 
 _NO_BLOCKS = 128, 128  # any
+
+
+def has_table_of(table: Sequence[Any], block_size: Sequence[int], sizes: Sequence[Any]) -> bool:
+    """True if a table of blocks is the way of a mask: beside it there are no lists of blocks that are no multiples of
+    64, and its own are not so small that bit blocks need less memory.
+
+    Args:
+        table: the sizes of `BlockTable.listed`.
+        block_size: queries and keys of a block of lists beside it; nothing where there are none.
+        sizes: batch entries, and queries and keys of one.
+
+    Returns:
+        Whether it is.
+    """
+    return not any(size % CELL for size in block_size) and not any(
+        isinstance(count, int) and isinstance(length, int) and count * MIN_TOKENS_OF_BLOCK > length
+        for count, length in zip(table[2:], sizes[1:], strict=True)
+    )
 
 
 class _ListCall(NamedTuple):
@@ -187,11 +207,21 @@ def _planned(
     score: ScoreNeeds | None,
 ) -> list[Tensor]:
     """`plan_of_block_mask` of its lists, made now."""
-    found = beside_lists(block_mask, sizes)
-    if found is None:
-        return []
-    intervals = None if found.num_intervals == 0 else packed_intervals(found, found.num_intervals)
-    shape = shape_of_lists(lists, block_mask.BLOCK_SIZE, sizes, found.num_intervals)
+    heads, table = Heads(problem.nheads_q, problem.nheads_kv), None
+    if of_table := table_beside_lists(block_mask, sizes, heads):
+        table, found = of_table
+    else:
+        found = beside_lists(block_mask, sizes)
+        if found is None:
+            return []
+    count = 0 if found is None else found.num_intervals
+    intervals = packed_intervals(found, count) if found is not None and count > 0 else None
+    of_blocks = None
+    if table is not None:
+        of_blocks = table.listed.shape
+        if not has_table_of(of_blocks, block_mask.BLOCK_SIZE, sizes):
+            return []
+    shape = shape_of_lists(lists, block_mask.BLOCK_SIZE, sizes, count, of_blocks)
     if shape.heads not in (1, problem.nheads_q):
         return []
     try:
@@ -200,4 +230,4 @@ def _planned(
         return []
     kernel = selection.kernel
     assert isinstance(kernel, MappedKernel)
-    return pack(kernel.plan_lists(lists, shape, problem, intervals))
+    return pack(kernel.plan_lists(lists, shape, problem, intervals, table))

@@ -26,8 +26,14 @@ from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
-from magi_compile.masks.evaluation.block_lists import IS_FULL, BlockLists, broadcast
+from magi_compile.masks.evaluation.block_lists import (
+    IS_FULL,
+    BlockLists,
+    broadcast,
+    visible_blocks,
+)
 from magi_compile.masks.evaluation.block_table import BlockTable
+from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.plan.block_map import (
     CELL,
     MOST_SORTED,
@@ -100,7 +106,7 @@ def plan_of_lists(
         lists.check_heads(shape.heads)
     if shape.has_table and table is None:
         assert lists is not None
-        table, lists = table_of_lists(lists, shape), None
+        table, lists = table_of_lists(lists, shape, intervals), None
     walks, tiles = walk_shapes(shape, problem), plan_tiles(problem)
     given = table.listed if table is not None else lists.kv_indices  # type: ignore[union-attr]
     if not _is_on_gpu(given):
@@ -128,22 +134,32 @@ def _is_on_gpu(given: Tensor) -> bool:
     return given.device.type == "cuda"
 
 
-def table_of_lists(lists: BlockLists, shape: ListShape) -> BlockTable:
+def table_of_lists(
+    lists: BlockLists, shape: ListShape, intervals: Tensor | None = None
+) -> BlockTable:
     """Lists of blocks of any size as a table, on their device.
 
     Args:
         lists: what `shape` says.
         shape: of the lists.
+        intervals: as in `plan_of_lists`.
 
     Returns:
         The table.
 
     Raises:
-        MaskDataError: a list names a block that there is not; on a GPU with a later call, and then nothing is seen.
+        MaskDataError: a list names a block that there is not, or a full block of which a query does not see everything;
+            on a GPU with a later call, and then nothing is seen.
     """
     is_partial, is_full = lists.grids(shape.num_q, shape.num_k)
     listed = is_partial | is_full
     checks = lists.index_checks(shape.num_q, shape.num_k)
+    if intervals is not None and len(lists.kinds) > 1:
+        first = shape.seqlen_k * torch.arange(shape.batch, device=listed.device)[:, None, None]
+        edges = intervals.view(shape.batch, shape.seqlen_q, shape.intervals, 2) - first[..., None]
+        lo, hi = edges.clamp(min=0).permute(3, 2, 0, 1).contiguous()
+        shown = visible_blocks(RowIntervals(lo, hi, shape.seqlen_k), *shape[4:6])
+        checks.append(lists.checks_of(*shown)[1])
     require(checks)
     if listed.device.type == "cuda":
         listed = listed & torch.stack([check.ok for check in checks]).all()
@@ -175,7 +191,7 @@ def _plan_of_table(
         require(checks)
         holds = torch.stack([check.ok for check in checks]).all()
         says = (is_partial | is_full).to(torch.uint8) + 2 * is_full.to(torch.uint8)
-        beside = (says * holds).expand(shape.batch, shape.heads, -1, -1)
+        beside = (says * holds).contiguous().expand(shape.batch, shape.heads, -1, -1)
     strides = [(0, 0) if x is None else x.stride()[:2] for x in (listed, beside)]
     walks, tiles = walk_shapes(shape, problem), plan_tiles(problem)
     with on_device(listed.device):
