@@ -172,8 +172,26 @@ public:
                                          int lane)
         : params_(params), smem_(smem), lane_(lane) {}
 
-    // `row` is the first one of the warp in its tile.
+    // What a table says of a block.
+    using Asked = Maybe<Config::kMapTable, SeenColumns<Config::kBlockCols>>;
+
+    // As for `mask`, of a block that asks.
+    __device__ __forceinline__ Asked look_up(int slot, int mask_row, int row) const {
+        if constexpr (Config::kMapTable) {
+            const Block& block = smem_.blocks[slot];
+            return look_up_columns<Config::kBlockCols>(params_.table, mask_row + row + lane_ / 4, block.key_end(),
+                                                       block.word());
+        }
+        return {};
+    }
+
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
+        mask(scores, slot, mask_row, row, [&] { return look_up(slot, mask_row, row); });
+    }
+
+    // `row` is the first one of the warp in its tile, and `asked()` what a table says of it.
+    template <class Columns>
+    __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row, Columns asked) const {
         if constexpr (Config::kMapLines > 1 && Config::kIsWide) {
             if (!__any_sync(0xffffffff, smem_.blocks[slot].lines() >> row / Config::kRows & 1)) {
 #pragma unroll
@@ -190,7 +208,7 @@ public:
                                                                block.first, block.end);
             }
             if constexpr (Config::kMapTable) {
-                apply_table(scores, params_.table, mask_row + row + lane_ / 4, block.key_end(), block.word(), lane_);
+                apply_columns(scores, asked(), lane_);
             }
             if constexpr (Config::kMapAsks) {
                 return;
@@ -474,6 +492,9 @@ private:
         }
     }
 
+    // What a table says, while the scores are computed; where much is made of these, there are no registers for it.
+    static constexpr bool kLooksUpAhead = Config::kMapTable && Config::kBeginsWithLse;
+
     // P and dS of the present block. `meanwhile` is done while the scores are computed.
     template <class Meanwhile>
     __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, TileScores<Config>& program,
@@ -483,6 +504,17 @@ private:
         matmuls_.issue_scores(scores, matmuls_.keys(smem_.k[0] + first_key(), 0), block_.slot);
         meanwhile();
         const int mask_row = smem_.blocks[block_.slot].mask_row;
+        typename ScoreMath<Config>::Asked ahead;
+        if constexpr (kLooksUpAhead) {
+            if (__any_sync(0xffffffff, mask_row != kNoMask)) {
+                ahead = math_.look_up(block_.slot, mask_row, gradients_.row_in_tile());
+            }
+        }
+        const auto mask = [&] {
+            const int row = gradients_.row_in_tile();
+            math_.mask(scores, block_.slot, mask_row, row,
+                       [&] { return kLooksUpAhead ? ahead : math_.look_up(block_.slot, mask_row, row); });
+        };
         if constexpr (Config::kHasScore) {
             const Block& block = smem_.blocks[block_.slot];
             program.move_to(uniform(block.first), uniform(block.template head<Config>()));
@@ -493,13 +525,13 @@ private:
             math_.cap(scores);
         }
         if constexpr (!Config::kBeginsWithLse) {
-            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            mask();
         } else if constexpr (Config::kHasScore) {
             program.shift(scores);
-            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            mask();
             pin(scores);
         } else {
-            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            mask();
             math_.scale(scores);
         }
         Operand factors;

@@ -13,21 +13,41 @@ __device__ __forceinline__ int word_of_block(const Run& run, int col) {
     return run.num_lead + (col - run.first) / kKeysOfWord;
 }
 
-// Sets the scores to -inf that the line of a row does not show. `row` is the first one of this thread, those from
-// `row_end` on see nothing, and `word` is that of the block.
-template <int kCount>
-__device__ __forceinline__ void apply_table(float (&scores)[kCount], const uint32_t* table, int row, int row_end,
-                                            int word, int lane) {
-    using Words = BitWords<2 * kCount / kKeysOfWord>;
-    static_assert(2 * kCount % kKeysOfWord == 0, "a block of columns is whole words");
+// What the two rows of a thread see of a block of columns, a bit for each.
+template <int kCols>
+struct SeenColumns {
+    static_assert(kCols % kKeysOfWord == 0, "a block of columns is whole words");
+
+    BitWords<kCols / kKeysOfWord> of_rows[2];
+};
+
+// `row` is the first one, those from `row_end` on see nothing, and `word` is that of the block.
+template <int kCols>
+__device__ __forceinline__ SeenColumns<kCols> look_up_columns(const uint32_t* table, int row, int row_end, int word) {
+    SeenColumns<kCols> seen;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int own = row + 8 * half;
         const uint32_t line = table[min(own, row_end - 1)];
-        const Words seen = *reinterpret_cast<const Words*>(table + line + word);
+        auto& of_row = seen.of_rows[half];
+        of_row = *reinterpret_cast<const BitWords<kCols / kKeysOfWord>*>(table + line + word);
+#pragma unroll
+        for (uint32_t& bits : of_row.words) {
+            bits = own < row_end ? bits : 0;
+        }
+    }
+    return seen;
+}
+
+// Sets the scores of all other columns to -inf.
+template <int kCols, int kCount>
+__device__ __forceinline__ void apply_columns(float (&scores)[kCount], const SeenColumns<kCols>& seen, int lane) {
+    static_assert(2 * kCount == kCols, "a quarter of two rows");
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < kCount / 4; ++i) {
-            const uint32_t bits = own < row_end ? seen.words[8 * i / kKeysOfWord] >> 2 * (lane % 4) : 0;
+            const uint32_t bits = seen.of_rows[half].words[8 * i / kKeysOfWord] >> 2 * (lane % 4);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 float& score = scores[4 * i + 2 * half + j];

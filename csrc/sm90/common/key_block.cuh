@@ -47,16 +47,13 @@ __device__ __forceinline__ Visibility visibility_of_block(const KeyBlock& block,
     return Visibility(uniform(sees));
 }
 
-// Sets the scores that a block hides to -inf; `row` is the first one of this thread.
+// Sets the scores that a block hides to -inf, but those that a table does; `row` is the first one of this thread.
 template <class Config, bool kHasStairs, int kCount>
 __device__ __forceinline__ void mask_block(float (&scores)[kCount], const KeyBlock& block,
                                            const typename Config::Params& params, int row, int lane) {
     const int col = block.first + 2 * (lane % 4);
     if constexpr (Config::kMapIntervals > 0) {
         apply_intervals<Config::kMapIntervals>(scores, params.intervals, row, params.total_q - 1, col);
-    }
-    if constexpr (Config::kMapTable) {
-        apply_table(scores, params.table, row, params.total_q, block.word, lane);
     }
     if constexpr (Config::kMapAsks) {
         return;
