@@ -247,12 +247,14 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_hea
 
 class LoweredCall(NamedTuple):
     """A decision, the node that now runs the attention: `magi::attention`, or FlexAttention where it was refused; its
-    mask, whose slices need not be among its arguments; and the block lists that say all, where there are no slices."""
+    mask, whose slices need not be among its arguments; and where there are no slices, the block lists that say all, or
+    the block table."""
 
     decision: Decision
     node: Node
     mask: Mask | None = None
     block_lists: tuple[Node, ...] = ()
+    block_table: tuple[Node, ...] = ()
 
 
 def lower_flex_attention(
@@ -310,8 +312,9 @@ def _lower_graph(
                 "run it; compute them on a GPU, or "
                 "change what is refused"
             )
-        listed = mask is not None and not mask.ranges
-        lowered.append(LoweredCall(decision, node, mask, call.block_lists if listed else ()))
+        table = () if mask is None else mask.table
+        listed = call.block_lists if mask is not None and not (mask.ranges or table) else ()
+        lowered.append(LoweredCall(decision, node, mask, listed, table))
     if nodes:
         # Not eliminate_dead_code(): it deletes calls with effects that FX does not know (vmap nesting, autocast).
         gm.graph.lint()

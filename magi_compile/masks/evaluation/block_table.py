@@ -42,6 +42,16 @@ class BlockTable(NamedTuple):
         seen = listed[b, self.of_queries.long()[:, :, None], self.of_keys.long()[:, None]]
         return seen.movedim(-1, 1)
 
+    def density(self) -> float:
+        """The share of pairs that are seen. Waits for a GPU."""
+        num_q, num_k = self.listed.shape[2:]
+        listed = self.listed.expand(len(self.of_queries), -1, -1, -1).double()
+        rows, keys = (
+            torch.nn.functional.one_hot(blocks.long(), count).double().mean(1)
+            for blocks, count in ((self.of_queries, num_q), (self.of_keys, num_k))
+        )
+        return float(torch.einsum("bq,bhqk,bk->bh", rows, listed, keys).mean())
+
 
 def shape_of_table(found: BlockLookUp, captured: Sequence[int], sizes: MaskSizes) -> list[int]:
     """The sizes of `listed` that a captured tensor of such sizes gives.
