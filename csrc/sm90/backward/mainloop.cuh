@@ -173,23 +173,21 @@ public:
         : params_(params), smem_(smem), lane_(lane) {}
 
     // What a table says of a block.
-    using Asked = Maybe<Config::kMapTable, SeenColumns<Config::kBlockCols>>;
+    using Asked = Maybe<Config::kMapTable, SeenByRows<Config::kBlockCols>>;
 
-    // As for `mask`, of a block that asks.
-    __device__ __forceinline__ Asked look_up(int slot, int mask_row, int row) const {
-        if constexpr (Config::kMapTable) {
-            const Block& block = smem_.blocks[slot];
-            return look_up_columns<Config::kBlockCols>(params_.table, mask_row + row + lane_ / 4, block.key_end(),
-                                                       block.word());
-        }
-        return {};
+    // Of a block that asks, to one half of the rows; the rest as for `mask`.
+    __device__ __forceinline__ auto look_up(int slot, int mask_row, int row, int half) const {
+        const Block& block = smem_.blocks[slot];
+        return look_up_columns<Config::kBlockCols>(params_.table, mask_row + row + lane_ / 4 + 8 * half,
+                                                   block.key_end(), block.word());
     }
 
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
-        mask(scores, slot, mask_row, row, [&] { return look_up(slot, mask_row, row); });
+        mask(scores, slot, mask_row, row, [&](int half) { return look_up(slot, mask_row, row, half); });
     }
 
-    // `row` is the first one of the warp in its tile, and `asked()` what a table says of it.
+    // `row` is the first one of the warp in its tile, and `asked(half)` what a table says to one half
+    // of the rows.
     template <class Columns>
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row, Columns asked) const {
         if constexpr (Config::kMapLines > 1 && Config::kIsWide) {
@@ -208,7 +206,7 @@ public:
                                                                block.first, block.end);
             }
             if constexpr (Config::kMapTable) {
-                apply_columns(scores, asked(), lane_);
+                apply_columns(scores, asked, lane_);
             }
             if constexpr (Config::kMapAsks) {
                 return;
@@ -504,16 +502,20 @@ private:
         matmuls_.issue_scores(scores, matmuls_.keys(smem_.k[0] + first_key(), 0), block_.slot);
         meanwhile();
         const int mask_row = smem_.blocks[block_.slot].mask_row;
+        const int row = gradients_.row_in_tile();
         typename ScoreMath<Config>::Asked ahead;
         if constexpr (kLooksUpAhead) {
             if (__any_sync(0xffffffff, mask_row != kNoMask)) {
-                ahead = math_.look_up(block_.slot, mask_row, gradients_.row_in_tile());
+                ahead.of_rows[0] = math_.look_up(block_.slot, mask_row, row, 0);
+                ahead.of_rows[1] = math_.look_up(block_.slot, mask_row, row, 1);
             }
         }
         const auto mask = [&] {
-            const int row = gradients_.row_in_tile();
-            math_.mask(scores, block_.slot, mask_row, row,
-                       [&] { return kLooksUpAhead ? ahead : math_.look_up(block_.slot, mask_row, row); });
+            if constexpr (kLooksUpAhead) {
+                math_.mask(scores, block_.slot, mask_row, row, [&](int half) { return ahead.of_rows[half]; });
+            } else {
+                math_.mask(scores, block_.slot, mask_row, row);
+            }
         };
         if constexpr (Config::kHasScore) {
             const Block& block = smem_.blocks[block_.slot];

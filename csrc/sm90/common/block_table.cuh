@@ -13,41 +13,36 @@ __device__ __forceinline__ int word_of_block(const Run& run, int col) {
     return run.num_lead + (col - run.first) / kKeysOfWord;
 }
 
-// What the two rows of a thread see of a block of columns, a bit for each.
+// What a row sees of a block of columns, a bit for each.
 template <int kCols>
-struct SeenColumns {
-    static_assert(kCols % kKeysOfWord == 0, "a block of columns is whole words");
+using SeenColumns = BitWords<kCols / kKeysOfWord>;
 
-    BitWords<kCols / kKeysOfWord> of_rows[2];
+// Of the two rows of a thread.
+template <int kCols>
+struct SeenByRows {
+    SeenColumns<kCols> of_rows[2];
 };
 
-// `row` is the first one, those from `row_end` on see nothing, and `word` is that of the block.
+// Rows from `row_end` on see nothing; `word` is that of the block.
 template <int kCols>
 __device__ __forceinline__ SeenColumns<kCols> look_up_columns(const uint32_t* table, int row, int row_end, int word) {
-    SeenColumns<kCols> seen;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int own = row + 8 * half;
-        const uint32_t line = table[min(own, row_end - 1)];
-        auto& of_row = seen.of_rows[half];
-        of_row = *reinterpret_cast<const BitWords<kCols / kKeysOfWord>*>(table + line + word);
-#pragma unroll
-        for (uint32_t& bits : of_row.words) {
-            bits = own < row_end ? bits : 0;
-        }
+    static_assert(kCols % kKeysOfWord == 0, "a block of columns is whole words");
+    SeenColumns<kCols> seen{};
+    if (row < row_end) {
+        seen = *reinterpret_cast<const SeenColumns<kCols>*>(table + table[row] + word);
     }
     return seen;
 }
 
-// Sets the scores of all other columns to -inf.
-template <int kCols, int kCount>
-__device__ __forceinline__ void apply_columns(float (&scores)[kCount], const SeenColumns<kCols>& seen, int lane) {
-    static_assert(2 * kCount == kCols, "a quarter of two rows");
+// Sets the scores of all columns to -inf that `seen(half)` does not show to the first or the second row of a thread.
+template <class Seen, int kCount>
+__device__ __forceinline__ void apply_columns(float (&scores)[kCount], Seen seen, int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        const SeenColumns<2 * kCount> of_row = seen(half);
 #pragma unroll
         for (int i = 0; i < kCount / 4; ++i) {
-            const uint32_t bits = seen.of_rows[half].words[8 * i / kKeysOfWord] >> 2 * (lane % 4);
+            const uint32_t bits = of_row.words[8 * i / kKeysOfWord] >> 2 * (lane % 4);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 float& score = scores[4 * i + 2 * half + j];

@@ -192,14 +192,19 @@ private:
     // ---- scores to probabilities
 
     // What a table says of the block whose scores are computed: looked up while they are on their way.
-    using Asked = Maybe<Config::kMapTable, SeenColumns<Config::kBlockCols>>;
+    using Asked = Maybe<Config::kMapTable, SeenByRows<Config::kBlockCols>>;
 
     __device__ __forceinline__ Asked look_up(Visibility sees, const TileOfHead& tile) const {
         Asked asked;
         if constexpr (Config::kMapTable) {
             if (sees == kPartial) {
                 const int word = smem_.blocks[scored_.slot].word;
-                asked = look_up_columns<Config::kBlockCols>(params_.table, first_row(tile), params_.total_q, word);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = first_row(tile) + 8 * half;
+                    asked.of_rows[half] =
+                        look_up_columns<Config::kBlockCols>(params_.table, row, params_.total_q, word);
+                }
             }
         }
         return asked;
@@ -218,7 +223,7 @@ private:
         }
         if (sees == kPartial) {
             if constexpr (Config::kMapTable) {
-                apply_columns(scores, asked, lane_);
+                apply_columns(scores, [&](int half) { return asked.of_rows[half]; }, lane_);
             }
             mask_block<Config, Config::kHasStairs>(scores, smem_.blocks[scored_.slot], params_, first_row(tile), lane_);
         }

@@ -69,8 +69,8 @@ SPILLED_BYTES = {
     ("ffa_backward", "192", "2", "1"): 400,
     ("ffa_backward", "256", "2", "1"): 36,
     ("ffa_backward", "96", "2", "table"): 24,
-    ("ffa_backward", "128", "2", "table"): 44,
-    ("ffa_backward", "192", "2", "table"): 404,
+    ("ffa_backward", "128", "2", "table"): 32,
+    ("ffa_backward", "192", "2", "table"): 524,
     ("ffa_backward", "256", "2", "table"): 24,
 }
 
