@@ -100,7 +100,7 @@ def block_table(
     if captured.dtype != torch.bool:
         text = program.describe(look_up)
         raise TypeError(f"`{text}` must be bool where it is a truth value, got {captured.dtype}")
-    alone = replace(program, expr=look_up)
+    alone = replace(program, expr=found.marked)
     of_all = with_columns(program, tables, symbols, sizes, device)
     one = Evaluation(alone, of_all, symbols, sizes._replace(heads=ONE_MASK), device)
     expect_ranges(one)

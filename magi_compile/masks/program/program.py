@@ -56,12 +56,14 @@ class BlockLookUp(NamedTuple):
         q_dim: the dimension that has the index of a query.
         k_dim: that of a key.
         beside: the rest of the mask, which has intervals that all heads share.
+        marked: the look-up with the marks of what has to fit its dtype.
     """
 
     look_up: Expr
     q_dim: int
     k_dim: int
     beside: MaskProgram
+    marked: Expr
 
     @property
     def variables(self) -> frozenset[str]:
@@ -252,7 +254,8 @@ class MaskProgram:
         beside = replace(self, expr=rest, code=code)
         if beside.refusals or beside.differs_by_head:
             return None
-        return BlockLookUp(look_up, dims["q"][0], dims["kv"][0], beside)
+        (q_dim,), (k_dim,) = dims["q"], dims["kv"]
+        return BlockLookUp(without_marks(look_up), q_dim, k_dim, beside, look_up)
 
     # Rows and keys
 
