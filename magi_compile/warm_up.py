@@ -21,6 +21,7 @@ import torch
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import HOPPER_HEAD_DIMS, forward_config
+from magi_compile.kernels.mapped import KEYS_OF_TABLE
 from magi_compile.kernels.plan import BlockMap
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
@@ -30,12 +31,13 @@ from magi_compile.kernels.sm90.planner.block_map import block_map_variants
 from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
 from magi_compile.kernels.sm90.runtime import cubin_cache, launcher_build
 from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compile_variant
+from magi_compile.plan.block_map import CELL
 
 COMMON_HEAD_DIMS = (64, 128, 256)
 MORE = {
     "softcap": "scores with a soft-cap",
     "deterministic": "backwards under torch.use_deterministic_algorithms",
-    "lists": "masks of block lists, of blocks of 64 and of 128",
+    "lists": "masks of block lists, of blocks of 64 and of 128 and of others",
     "ranks": "forwards that begin before the keys of other ranks are there",
 }
 
@@ -79,12 +81,16 @@ def variants(
                 listed = replace(problem, block_map=BlockMap(1, 1, size, size, intervals))
                 yield forward_variant(listed, forward_config(listed))
                 yield backward_variants(listed)[1]
+            if "lists" in more:  # blocks that begin anywhere, and lists of odd ones
+                table = replace(problem, block_map=BlockMap(1, 1, CELL, KEYS_OF_TABLE, has_table=1))
+                yield forward_variant(table, forward_config(table))
+                yield backward_variants(table)[1]
     yield planner_variant()
     yield planner_variant(has_bits=True)
     yield split_variant()
     yield lists_variant()
     if "lists" in more:
-        yield from block_map_variants()
+        yield from dict.fromkeys((*block_map_variants(), *block_map_variants(has_table=True)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -102,7 +102,7 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
     """The Hopper forward kernel for `problem`."""
     if problem.block_map is not None and problem.block_map.keys == 64:
         config = _FORWARD_MAP_64[hopper_head_dim(problem)]
-        if problem.block_map.intervals == 0 or config.num_consumers < 3:
+        if not may_ask(problem) or config.num_consumers < 3:
             return config
         registers = _PRODUCER_THAT_ASKS, _CONSUMERS_THAT_ASK
         return replace(config, producer_registers=registers[0], consumer_registers=registers[1])
@@ -226,13 +226,23 @@ def map_lines(problem: AttnProblem) -> MapLines:
     q_rows, k_rows = forward_config(problem).tile_rows, BackwardConfig.tile_rows
     return MapLines(
         1 if problem.block_map.rows % q_rows == 0 else q_rows // 64,
-        1 if problem.block_map.keys % k_rows == 0 else k_rows // 64,
+        1 if problem.block_map.keys % k_rows == 0 and not has_table(problem) else k_rows // 64,
     )
 
 
 def map_intervals(problem: AttnProblem) -> int:
     """The most key intervals that a query sees beside a block map; 0 where there is no map, or it says all."""
     return 0 if problem.block_map is None else problem.block_map.intervals
+
+
+def has_table(problem: AttnProblem) -> bool:
+    """True if blocks of a block map begin and end anywhere, and kernels look up which columns a row sees."""
+    return problem.block_map is not None and problem.block_map.has_table > 0
+
+
+def may_ask(problem: AttnProblem) -> bool:
+    """True if blocks of a block map may ask."""
+    return map_intervals(problem) > 0 or has_table(problem)
 
 
 def backward_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
@@ -461,6 +471,8 @@ _ROWS_PER_SLICE = 16
 _MIN_CAPACITY = 256
 # Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks
 # of a BlockMask.
+# Of a block table, whose lines have a bit for each block and token; of smaller blocks bit blocks need less memory.
+MIN_TOKENS_OF_BLOCK = 8
 MIN_PERIOD = 256
 _FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
 MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys

@@ -39,6 +39,7 @@ class BlockMap(NamedTuple):
         rows: 64 or 128 queries, the larger one that divides those of a block.
         keys: 64 or 128 keys, likewise.
         intervals: that a query sees at most besides its lists; 0 if these say all.
+        has_table: 1 if there is a table, of blocks that begin and end anywhere.
     """
 
     batch: int
@@ -46,6 +47,7 @@ class BlockMap(NamedTuple):
     rows: int
     keys: int
     intervals: int = 0
+    has_table: int = 0
 
 
 class Plan(NamedTuple):

@@ -20,20 +20,26 @@ from magi_compile.lowering.report import Decision, LoweringReport
 from magi_compile.masks import AttnSlices, MaskType
 from magi_compile.masks.bits import FIRST_BITS
 from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.ops.arguments import AttentionOptions
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention as it ran: what was decided when it was compiled, and the slices or block lists of its mask."""
+    """One attention as it ran: what was decided when it was compiled, and the slices, block lists or block table of its
+    mask."""
 
     decision: Decision
     slices: AttnSlices | None
     block_lists: BlockLists | None = None
+    block_table: BlockTable | None = None
 
     @property
     def density(self) -> float:
-        """The visible share of the score matrices of all batch entries; of block lists, that of blocks."""
+        """The visible share of the score matrices of all batch entries; of block lists, that of blocks, and of a block
+        table, what it shows."""
+        if self.block_table is not None:
+            return self.block_table.density()
         if self.block_lists is not None:
             num_q, num_k = self.block_lists.kv_indices.shape[-2:]
             is_partial, is_full = self.block_lists.grids(num_q, num_k)
@@ -64,6 +70,10 @@ class AttentionCall:
             _, heads, num_q, num_k = self.block_lists.kv_indices.shape
             blocks = f"{num_q} x {num_k} blocks for each of {heads} heads"
             lines.append(f"lists    {blocks}, density {self.density:.4f}")
+        if self.block_table is not None:
+            _, heads, num_q, num_k = self.block_table.listed.shape
+            blocks = f"{num_q} x {num_k} blocks for each of {heads} heads"
+            lines.append(f"table    {blocks}, density {self.density:.4f}")
         if decision.kernel:
             lines.append(f"kernel   {decision.kernel}")
             lines.extend(f"         {note}" for note in decision.notes)
@@ -140,7 +150,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             call.node.target = _recording(call, explanation)
             if call.mask is not None:
                 call.node.update_arg(_SLICES, list(call.mask.ranges))
-            call.node.args = (*call.node.args, *call.block_lists)
+            call.node.args = (*call.node.args, *call.block_lists, *call.block_table)
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 module.recompile()
@@ -160,7 +170,10 @@ def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any
     target: Any = call.node.target
 
     def attention(*args: Any) -> Any:
-        slices, listed = None, None
+        slices, listed, table = None, None, None
+        if call.decision.kernel and call.block_table:
+            table = BlockTable(*args[-len(call.block_table) :])
+            args = args[: -len(call.block_table)]
         if call.decision.kernel and call.block_lists:
             listed = BlockLists(*args[-len(call.block_lists) :])
             args = args[: -len(call.block_lists)]
@@ -170,7 +183,7 @@ def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any
             q_ranges, k_ranges, mask_types = options.slices
             lists = (q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
             slices = AttnSlices.unchecked(*lists, options.bits).compact()
-        explanation.calls.append(AttentionCall(call.decision, slices, listed))
+        explanation.calls.append(AttentionCall(call.decision, slices, listed, table))
         return target(*args)
 
     return attention

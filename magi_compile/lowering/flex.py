@@ -173,7 +173,7 @@ def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]
         return []
     key = (kernel.name, kernel.plan_key(problem))
     if problem.block_map is not None and key not in mask.plans:
-        mask.plans[key] = _emit_plan_of_lists(emit, found, mask.intervals)
+        mask.plans[key] = _emit_plan_of_lists(emit, found, mask)
     if key not in mask.plans:
         heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
         totals = (emit.size(qkv[0], 0), emit.size(qkv[1], 0))
@@ -184,17 +184,17 @@ def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]
     return [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
 
 
-def _emit_plan_of_lists(emit: Emitter, found: Analysis, intervals: Node | None) -> Node:
+def _emit_plan_of_lists(emit: Emitter, found: Analysis, mask: Mask) -> Node:
     problem, call, lists = found.problem, found.route.mask.call, found.route.lists
     assert lists is not None
     heads = [problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v]
     return emit.call(
         torch.ops.magi.plan_lists.default,
         list(call.block_lists),
-        [lists.block_rows, lists.block_keys],
+        [lists.block_rows, lists.block_keys] if call.block_lists else [],
         *(emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))),
         *(problem.dtype, heads, problem.softcap, found.kernel.name),
-        *short((problem.has_score, intervals), 0),
+        *short((problem.has_score, mask.intervals, list(mask.table) or None), 0),
     )
 
 
@@ -247,12 +247,14 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_hea
 
 class LoweredCall(NamedTuple):
     """A decision, the node that now runs the attention: `magi::attention`, or FlexAttention where it was refused; its
-    mask, whose slices need not be among its arguments; and the block lists that say all, where there are no slices."""
+    mask, whose slices need not be among its arguments; and where there are no slices, the block lists that say all, or
+    the block table."""
 
     decision: Decision
     node: Node
     mask: Mask | None = None
     block_lists: tuple[Node, ...] = ()
+    block_table: tuple[Node, ...] = ()
 
 
 def lower_flex_attention(
@@ -310,8 +312,9 @@ def _lower_graph(
                 "run it; compute them on a GPU, or "
                 "change what is refused"
             )
-        listed = mask is not None and not mask.ranges
-        lowered.append(LoweredCall(decision, node, mask, call.block_lists if listed else ()))
+        table = () if mask is None else mask.table
+        listed = call.block_lists if mask is not None and not (mask.ranges or table) else ()
+        lowered.append(LoweredCall(decision, node, mask, listed, table))
     if nodes:
         # Not eliminate_dead_code(): it deletes calls with effects that FX does not know (vmap nesting, autocast).
         gm.graph.lint()

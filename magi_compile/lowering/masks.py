@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from magi_compile import _compat
@@ -40,10 +41,11 @@ from magi_compile.masks import (
 from magi_compile.masks.errors import refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import Grid
 from magi_compile.masks.evaluation.block_lists import BlockLists, heads_that_differ
+from magi_compile.masks.evaluation.block_table import shape_of_table
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 from magi_compile.masks.slices import MAX_SEQLEN
-from magi_compile.ops.masks.plan_lists import shape_of_lists
+from magi_compile.ops.masks.plan_lists import has_table_of, shape_of_lists
 from magi_compile.plan.block_map import ListShape
 
 
@@ -271,6 +273,8 @@ class MaskRoute:
                 if not (reasons_for_bits(other) or _data_reasons(other, options)):
                     mask, reasons = other, ()
         lists, hide = None, not mask.program.is_always_true and _lists_hide(mask)
+        if not mask.is_on_cpu and mask.program.block_look_up is not None:
+            lists = _tabled(mask, options)
         if not mask.is_on_cpu and (mask.program.is_always_true or (hide and not reasons)):
             lists = _listed(mask)
         if hide:
@@ -292,6 +296,11 @@ class MaskRoute:
         return self.mask.program
 
     @property
+    def has_table(self) -> bool:
+        """True if its mask_mod looks up blocks of queries and keys, and a kernel may walk these."""
+        return self.lists is not None and self.program.block_look_up is not None
+
+    @property
     def may_have_bits(self) -> bool:
         """True if it uses bit blocks where a kernel has them."""
         return bool(self.reasons) and self.program.is_verifiable and not self.obstacles
@@ -310,9 +319,13 @@ class MaskRoute:
         and whether heads have masks of their own."""
         found = [f"by bit blocks: {reason}" for reason in self.reasons]
         if self.lists is not None and not self.reasons:
-            _, heads, _, _, rows, keys, count = self.lists
+            heads, count = self.lists.heads, self.lists.intervals
             of_heads = f"each of {heads} heads" if heads > 1 else "all heads"
-            found.append(f"by the block lists of {of_heads}, blocks of {rows} x {keys}")
+            blocks = f"blocks of {self.lists.block_rows} x {self.lists.block_keys}"
+            found.append(f"by the block lists of {of_heads}, {blocks}")
+            if self.has_table:
+                blocks = f"{self.lists.table_q} x {self.lists.table_k} blocks"
+                found[-1] = f"by the block table of {of_heads}, {blocks}"
             if count:
                 of_query = "one key interval" if count == 1 else f"up to {count} key intervals"
                 found[-1] += f", in which a query sees {of_query} of its mask_mod"
@@ -361,6 +374,33 @@ def _listed(mask: MaskOfCall) -> ListShape | None:
     count = 0 if mask.program.is_always_true else max(mask.max_intervals, 1)
     block_size = [int(value_of(x)) for x in call.block_size]  # static from here on
     return shape_of_lists(lists, block_size, (batch, seqlen_q, seqlen_k), count)
+
+
+def _tabled(mask: MaskOfCall, options: LoweringOptions) -> ListShape | None:
+    """The sizes of the block table of a mask that has one, if its blocks are not so small that all cells have some, and
+    what is beside it is as intervals need it."""
+    call, found = mask.call, mask.program.block_look_up
+    assert found is not None
+    beside = replace(mask, program=found.beside, heads=ONE_MASK)
+    has_reasons = options.bits or (
+        not found.beside.is_always_true
+        and (reasons_for_bits(beside) or (beside.varies and _data_reasons(beside, options)))
+    )
+    tables = [x for x in call.mask_buffers if isinstance(value_of(x), Tensor)]
+    captured = value_of(tables[found.look_up.args[0]])
+    if has_reasons or captured.dtype != torch.bool:
+        return None
+    (batch, heads, seqlen_q, _), (_, heads_kv, seqlen_k, _) = (
+        value_of(x).shape for x in (call.q, call.k)
+    )
+    of_call = MaskSizes(batch, seqlen_q, seqlen_k, Heads(int(heads), int(heads_kv)))
+    sizes = shape_of_table(found, captured.shape, of_call)
+    block_size = [int(value_of(x)) for x in call.block_size] if call.block_lists else []
+    if not has_table_of(sizes, block_size, (batch, seqlen_q, seqlen_k)):
+        return None
+    lists = BlockLists(*map(value_of, call.block_lists)) if call.block_lists else None
+    count = 0 if found.beside.is_always_true else max(beside.max_intervals, 1)
+    return shape_of_lists(lists, block_size, (batch, seqlen_q, seqlen_k), count, sizes)
 
 
 def _lists_hide(mask: MaskOfCall) -> bool:
@@ -428,12 +468,14 @@ class Mask:
         ranges: of its slices: ranges of queries, ranges of keys, and types; none where block lists are walked.
         bits: of its bit blocks; None where it has none.
         intervals: the key intervals of each query, where block lists are walked that do not say all; else None.
+        table: the block table of its mask_mod, likewise: who sees whom, and the blocks of queries and of keys.
         plans: of its plans, by what these depend on.
     """
 
     ranges: tuple[Node, ...]
     bits: Node | None = None
     intervals: Node | None = None
+    table: tuple[Node, ...] = ()
     plans: dict[Any, Node] = field(default_factory=dict)
 
 
@@ -441,7 +483,7 @@ def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask
     """Derives the slices of the mask, for the packed rows of all batch entries; block lists need none."""
     call = route.mask.call
     is_by_lists = route.lists is not None and not route.reasons
-    if is_by_lists and not route.lists.intervals:  # type: ignore[union-attr]
+    if is_by_lists and not (route.lists.intervals or route.has_table):  # type: ignore[union-attr]
         return Mask(())
     has_bits = bool(route.reasons) or route.decides
     op = torch.ops.magi.mask_bits.default if has_bits else torch.ops.magi.mask_slices.default
@@ -449,12 +491,21 @@ def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask
         emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))
     )
     capacity = 0
-    if not route.reasons:
+    if not (route.reasons or is_by_lists):
         capacity = route.mask.capacity(options, batch, seqlen_q, seqlen_k, emit.arithmetic)
     of_program = call.mask_tables, call.mask_symbols, route.program.text
     sizes, device = (batch, seqlen_q, seqlen_k), value_of(call.q).device
     if is_by_lists:
         count = route.lists.intervals  # type: ignore[union-attr]
+        if route.has_table:
+            op = torch.ops.magi.mask_table.default
+            made = emit.call(
+                *(op, *of_program, *sizes, count, device, [], [], options.verify),
+                list(heads_of(call)),
+            )
+            table = tuple(emit.call(operator.getitem, made, i) for i in range(3))
+            intervals = emit.call(operator.getitem, made, 3) if count else None
+            return Mask((), intervals=intervals, table=table)
         op = torch.ops.magi.mask_intervals.default
         return Mask(
             (), intervals=emit.call(op, *of_program, *sizes, count, device, [], [], options.verify)

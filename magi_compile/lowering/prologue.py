@@ -29,6 +29,7 @@ from magi_compile.ops.masks import (  # noqa: F401  (define the ops)
     mask_bits,
     mask_intervals,
     mask_slices,
+    mask_table,
     plan_lists,
 )
 
@@ -36,9 +37,10 @@ MAX_KEPT = 64  # masks, the least recently used goes
 
 _LISTS = torch.ops.magi.plan_lists.default
 _INTERVALS = torch.ops.magi.mask_intervals.default
+_BESIDE = (_INTERVALS, torch.ops.magi.mask_table.default)
 _MASKS = (
     *(torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default),
-    *(_LISTS, _INTERVALS),
+    *(_LISTS, *_BESIDE),
 )
 _PLANS = (torch.ops.magi.plan.default,)
 _BLOCK_LISTS, _VERIFY = 8, 10  # arguments of those that have a mask_mod
@@ -244,9 +246,10 @@ def _is_from_outside(node: Node) -> bool:
     tensors = [*node.args[0], *([] if is_of_lists else node.args[_BLOCK_LISTS])]  # type: ignore[misc]
     is_input = all(isinstance(x, Node) and x.op == "placeholder" for x in tensors)
     if is_of_lists:
-        made = [x for x in node.all_input_nodes if x.target is _INTERVALS]
+        inputs = (x.args[0] if x.target is operator.getitem else x for x in node.all_input_nodes)
+        made = [x for x in inputs if isinstance(x, Node) and x.target in _BESIDE]
         return is_input and all(map(_is_from_outside, made))
-    if node.target is _INTERVALS:  # of each graph once, where it captures no tensor
+    if node.target in _BESIDE:  # of each graph once, where it captures no tensor
         return is_input and not node.args[_VERIFY]
     return bool(node.args[_BLOCK_LISTS]) and is_input and not node.args[_VERIFY]
 

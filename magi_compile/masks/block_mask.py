@@ -26,14 +26,20 @@ from magi_compile.masks.evaluation.bit_blocks import (
 )
 from magi_compile.masks.evaluation.bit_blocks import visible_blocks as blocks_of_mask_mod
 from magi_compile.masks.evaluation.block_lists import BlockLists, visible_blocks
+from magi_compile.masks.evaluation.block_table import BlockTable, block_table
 from magi_compile.masks.evaluation.row_intervals import (
     RowIntervals,
     exact_intervals,
     row_intervals,
 )
-from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads
+from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.evaluation.to_slices import slices_from_intervals
-from magi_compile.masks.evaluation.verify import check_intervals, is_verified, remember
+from magi_compile.masks.evaluation.verify import (
+    check_intervals,
+    check_table,
+    is_verified,
+    remember,
+)
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.normal_form import normal_form
 from magi_compile.masks.program.read import MaskMod, TracedMask, read_mask_mod, trace_mask_mod
@@ -349,6 +355,54 @@ def beside_lists(block_mask: BlockMask, sizes: tuple[int, int, int]) -> RowInter
         return None
     _verify(traced, intervals)
     return intervals
+
+
+class TableBeside(NamedTuple):
+    """What the mask_mod of a BlockMask says by a block table, and by key intervals beside it, if there are some."""
+
+    table: BlockTable
+    intervals: RowIntervals | None
+
+
+def table_beside_lists(
+    block_mask: BlockMask, sizes: tuple[int, int, int], heads: Heads
+) -> TableBeside | None:
+    """The block table of a BlockMask whose mask_mod looks up blocks of queries and keys. Waits for a GPU.
+
+    Args:
+        block_mask: made in any way.
+        sizes: batch entries, and queries and keys of one.
+        heads: of q and of keys.
+
+    Returns:
+        The table and the intervals of all heads; None of other masks, and where data are not in the order that
+        intervals need.
+
+    Raises:
+        MaskDataError: the mask_mod's captured tensors mean nothing to it.
+    """
+    device = block_mask.kv_num_blocks.device
+    traced, _ = _read(block_mask.mask_mod, device)
+    found = None if traced is None else traced.program.block_look_up
+    if traced is None or found is None or tuple(block_mask.seq_lengths) != sizes[1:]:
+        return None
+    if traced.tables[found.look_up.args[0]].dtype != torch.bool:
+        return None
+    of_heads, intervals = MaskSizes(*sizes, heads), None
+    table, checks = block_table(traced.program, traced.tables, (), of_heads, device)
+    for check in checks:
+        check.raise_if_broken()
+    if not found.beside.is_always_true:
+        of_one = of_heads._replace(heads=ONE_MASK)._asdict()
+        intervals = exact_intervals(found.beside, traced.tables, (), **of_one, device=device)
+        if intervals is None or intervals.by_keys:
+            return None
+    known_as = f"table of {traced.program.text}"
+    if not is_verified(known_as):
+        for check in check_table(traced.program, traced.tables, (), table, intervals, of_heads):
+            check.raise_if_broken()
+        remember(known_as)
+    return TableBeside(table, intervals)
 
 
 def _read(mask_mod: MaskMod, device: torch.device) -> tuple[TracedMask | None, tuple[str, ...]]:

@@ -3,7 +3,13 @@
 import sys
 
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
-from magi_compile.ops.masks import checked_slices, mask_bits, mask_intervals, mask_slices  # noqa: F401  (the same)
+from magi_compile.ops.masks import (  # noqa: F401  (the same)
+    checked_slices,
+    mask_bits,
+    mask_intervals,
+    mask_slices,
+    mask_table,
+)
 from magi_compile.ops.sharding import register_rules
 
 if (

@@ -3,18 +3,28 @@
 A block list says which blocks of keys a block of queries sees, for all heads or for each. If lists say all, no run has
 a mask but that of the last block, which may be short. If a mask_mod says more, each query has some intervals of keys
 besides: what it sees lies in both. A block in which no query may see anything is not walked, and one in which some may
-not see everything asks: there each query looks up its intervals. The walks are those of `magi_compile.plan.tiles`, with
-these differences:
+not see everything asks: there each query looks up its intervals.
+
+Blocks that begin and end anywhere have a **table** instead of lists: which blocks of keys each block of queries sees,
+and the block of each query and key. It makes cells of 64 queries and 64 keys, of which nothing, some or all is seen. A
+cell of which some is asks: there each row looks up its line, which has a bit for each column. A query sees what lists,
+intervals and table show, as far as there are some.
+
+The walks are those of `magi_compile.plan.tiles`, with these differences:
 
     tiles  `[heads * batch * tiles of an entry, 4]`: those of each head that has lists of its own, behind one another.
            Of queries, the tiles with most blocks come first; of keys they are in order. Behind the tiles of keys come
            those of a mean head, by which the work is divided: each has a run of as many columns as it has blocks.
     runs   one for each tile, or none where it sees nothing. `first` is the first column of the batch entry,
            `num_blocks` how many blocks are seen, `bits` where the words of the tile are, `lane` where those that ask.
+           With a table, `num_lead` is how far the lines of the head lie behind those of the first one.
     edges  the words, `[words / 8, NUM_LANES, 2]`: of each tile so many lines, for as many parts of its rows, of a bit
            for each block of columns from `first` on. A tile walks what some of its lines see. With intervals, behind
            the lines of all tiles one line of each, of the blocks that ask; and in the walk by queries behind these the
-           intervals, `[batch * seqlen_q, num_intervals, 2]`, of columns of all entries.
+           intervals, `[batch * seqlen_q, num_intervals, 2]`, of columns of all entries. With a table there are lines
+           that ask, too, and behind all that in both walks: of each row how far its line is from here, `[batch *
+           rows]`, that of the first head; and the lines, `[heads, batch, blocks of rows, words]`, of columns of an
+           entry.
 """
 
 from __future__ import annotations
@@ -24,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.masks.geometry import NO_DIAG
 from magi_compile.plan.stairs import NUM_LANES
 from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, Walk
@@ -32,6 +43,8 @@ BITS_OF_WORD = 32
 MOST_SORTED = 1024  # tiles of queries of a head; more stay in order
 WORDS_OF_ROW = 2 * NUM_LANES  # of the tensor that has them
 ROWS_OF_SPAN = 64  # queries of which the intervals are known together
+CELL = 64  # queries and keys of which a table knows together what is seen
+COLUMNS_OF_LINE = 128  # of a table's line, whole ones, so that a block of columns is read at once
 
 
 class ListShape(NamedTuple):
@@ -45,6 +58,8 @@ class ListShape(NamedTuple):
         block_rows: queries of a block.
         block_keys: keys of a block.
         intervals: that a query sees at most, besides; 0 if the lists say all.
+        table_q: blocks of queries of a table; None if there is none.
+        table_k: blocks of keys of a table, likewise.
     """
 
     batch: Any
@@ -54,6 +69,16 @@ class ListShape(NamedTuple):
     block_rows: int
     block_keys: int
     intervals: int = 0
+    table_q: Any = None
+    table_k: Any = None
+
+    @property
+    def has_table(self) -> bool:
+        return self.table_q is not None
+
+    @property
+    def may_ask(self) -> bool:
+        return self.intervals > 0 or self.has_table
 
     @property
     def num_q(self) -> Any:
@@ -119,37 +144,73 @@ class MapWalkShape(NamedTuple):
     @property
     def first_interval(self) -> Any:
         """The int32s in front of the intervals, whole rows."""
-        asks = self.first_ask // self.num_lines if self.lists.intervals else 0
+        asks = self.first_ask // self.num_lines if self.lists.may_ask else 0
         return -(-(self.first_ask + asks) // WORDS_OF_ROW) * WORDS_OF_ROW
 
     @property
     def num_edges(self) -> Any:
         """The rows of the tensor that has the words."""
+        end = self.first_table
+        if self.lists.has_table:
+            num_lines = self.lists.heads * self.lists.batch * self.num_blocks
+            end = self.first_line + num_lines * self.words_of_line
+        return -(-end // WORDS_OF_ROW)
+
+    # Of a table
+
+    @property
+    def num_blocks(self) -> Any:
+        """The blocks of rows."""
+        return self.lists.table_k if self.is_by_keys else self.lists.table_q
+
+    @property
+    def words_of_line(self) -> Any:
+        return -(-self.cols // COLUMNS_OF_LINE) * (COLUMNS_OF_LINE // BITS_OF_WORD)
+
+    @property
+    def first_table(self) -> Any:
+        """The int32s in front of the ways to lines, whole rows."""
         ints = 0
         if not self.is_by_keys:
             ints = 2 * self.lists.intervals * self.lists.batch * self.lists.seqlen_q
-        return -(-(self.first_interval + ints) // WORDS_OF_ROW)
+        return -(-(self.first_interval + ints) // WORDS_OF_ROW) * WORDS_OF_ROW
+
+    @property
+    def first_line(self) -> Any:
+        """The int32s in front of the lines, whole rows."""
+        ways = self.lists.batch * self.rows
+        return self.first_table + -(-ways // WORDS_OF_ROW) * WORDS_OF_ROW
 
 
-def walk_of_lists(listed: Tensor, shape: MapWalkShape, intervals: Tensor | None = None) -> Walk:
+def walk_of_lists(
+    listed: Tensor | None,
+    shape: MapWalkShape,
+    intervals: Tensor | None = None,
+    table: BlockTable | None = None,
+) -> Walk:
     """One walk of block lists, in operations of torch.
 
     Args:
-        listed: bool `[batch, heads, num_q, num_k]`, the blocks that are listed.
+        listed: bool `[batch, heads, num_q, num_k]`, the blocks that are listed; None where only a table says.
         shape: of the walk.
         intervals: int32 `[batch * seqlen_q, shape.lists.intervals, 2]`, begin and end of the columns of all entries
             that each query sees besides; None where there are none.
+        table: of blocks that begin and end anywhere, likewise.
 
     Returns:
         The walk, as the module says.
     """
     lists = shape.lists
+    if table is not None:
+        return _walk_of_seen(
+            shape, *_seen_of_table(shape, table, listed, intervals), intervals, table
+        )
+    assert listed is not None
     block_rows, block_cols = lists.block_rows, lists.block_keys
     if shape.is_by_keys:
         listed = listed.transpose(2, 3)
         block_rows, block_cols = block_cols, block_rows
     device = listed.device
-    per_head = lists.batch * shape.num_tiles
 
     def blocks_at(count: int, step: int, size: int, end: int) -> tuple[Tensor, Tensor]:
         """The list's block of each `step`, and whether there is one."""
@@ -166,9 +227,25 @@ def walk_of_lists(listed: Tensor, shape: MapWalkShape, intervals: Tensor | None 
         shape.num_words * BITS_OF_WORD, shape.block_cols, block_cols, shape.cols
     )
     seen = listed[:, :, of_row][..., of_col] & has_rows[:, None] & has_cols
-    if intervals is not None:
-        height = shape.tile_rows // shape.num_lines
-        seen &= _shown(shape, intervals, height)[0][:, None]
+    if intervals is None:
+        return _walk_of_seen(shape, seen)
+    height = shape.tile_rows // shape.num_lines
+    seen &= _shown(shape, intervals, height)[0][:, None]
+    shows_all = _shown(shape, intervals, shape.tile_rows)[1][:, None]
+    return _walk_of_seen(shape, seen, shows_all, intervals)
+
+
+def _walk_of_seen(
+    shape: MapWalkShape,
+    seen: Tensor,
+    shows_all: Tensor | None = None,
+    intervals: Tensor | None = None,
+    table: BlockTable | None = None,
+) -> Walk:
+    """The walk of which lines see which blocks, `[batch, heads, lines, blocks of all words]`, and which tiles see all
+    of them, `[batch, heads or 1, tiles, ...]`."""
+    lists, device = shape.lists, seen.device
+    per_head = lists.batch * shape.num_tiles
     seen = seen.transpose(0, 1).reshape(lists.heads, per_head, shape.num_lines, -1, BITS_OF_WORD)
     words = _packed(seen)
     counts = seen.any(2).sum((-2, -1))  # [heads, per_head]
@@ -185,13 +262,16 @@ def walk_of_lists(listed: Tensor, shape: MapWalkShape, intervals: Tensor | None 
         tiles, runs = torch.cat([tiles, of_mean[0]]), torch.cat([runs, of_mean[1]])
     edges = words.new_zeros(shape.num_edges * WORDS_OF_ROW)
     edges[: words.numel()] = words.flatten()
-    if intervals is not None:
-        shows_all = _shown(shape, intervals, shape.tile_rows)[1]
-        is_partial = ~shows_all.reshape(per_head, -1, BITS_OF_WORD)
+    if shows_all is not None:
+        is_partial = ~shows_all.transpose(0, 1).flatten(1, 2).unflatten(-1, (-1, BITS_OF_WORD))
         asks = _packed(seen.any(2) & is_partial)
         edges[shape.first_ask :][: asks.numel()] = asks.flatten()
-        if not shape.is_by_keys:
-            edges[shape.first_interval :][: intervals.numel()] = intervals.flatten()
+    if intervals is not None and not shape.is_by_keys:
+        edges[shape.first_interval :][: intervals.numel()] = intervals.flatten()
+    if table is not None:
+        ways, lines = _lines_of_table(shape, table)
+        edges[shape.first_table :][: ways.numel()] = ways.flatten()
+        edges[shape.first_line :][: lines.numel()] = lines.flatten()
     return Walk(tiles, runs, edges.view(-1, NUM_LANES, 2))
 
 
@@ -239,6 +319,75 @@ def _shown(shape: MapWalkShape, intervals: Tensor, height: int) -> tuple[Tensor,
     return (some.mT, every.mT) if shape.is_by_keys else (some, every)
 
 
+def _seen_of_table(
+    shape: MapWalkShape, table: BlockTable, listed: Tensor | None, intervals: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same of a table, as `_walk_of_seen` takes it, by cells."""
+    lists = shape.lists
+    num_rows, num_cols = shape.num_tiles * shape.tile_rows, shape.num_words * BITS_OF_WORD
+    height = shape.tile_rows // shape.num_lines
+    whole = num_rows // CELL, num_cols * shape.block_cols // CELL
+    num_q, num_k = whole[::-1] if shape.is_by_keys else whole
+    behind_q, behind_k = num_q * CELL - lists.seqlen_q, num_k * CELL - lists.seqlen_k
+    pad, pairs = torch.nn.functional.pad, table.pairs()
+
+    def cells(behind: bool) -> Tensor:
+        """Of queries behind the last one, all pairs or none; keys behind the last one are not seen."""
+        of_pairs = pad(pad(pairs, (0, behind_k)), (0, 0, 0, behind_q), value=behind)
+        return of_pairs.unflatten(3, (num_k, CELL)).unflatten(2, (num_q, CELL))
+
+    some, every = cells(False).any(5).any(3), cells(True).all(5).all(3)
+    if listed is not None:
+        q, k = (torch.arange(count, device=pairs.device) * CELL for count in (num_q, num_k))
+        q, k = q.clamp(max=lists.seqlen_q - 1), k.clamp(max=lists.seqlen_k - 1)
+        is_listed = listed[:, :, q // lists.block_rows][..., k // lists.block_keys]
+        some, every = some & is_listed, every & is_listed
+    # Of queries that are together, in both walks.
+    size = max(shape.num_together // CELL, 1)
+    groups = pad(some, (0, 0, 0, -num_q % size)).unflatten(2, (-1, size)).any(3)
+    some = groups.repeat_interleave(size, 2)[:, :, :num_q]
+    if intervals is not None:
+        of_cells = shape._replace(is_by_keys=False, tile_rows=CELL, block_cols=CELL, num_lines=1)
+        shown = _shown(of_cells, intervals, CELL)[0][:, None]
+        count = min(num_q, shown.shape[2]), min(num_k, shown.shape[3])
+        some[:, :, : count[0], : count[1]] &= shown[:, :, : count[0], : count[1]]
+        some[:, :, count[0] :] = False
+    if shape.is_by_keys:
+        some, every = some.mT, every.mT
+
+    def in_blocks(of_cells: Tensor, rows: int) -> Tensor:
+        """`[batch, heads, parts of so many rows, cells, blocks, cells]`."""
+        of_cells = of_cells.unflatten(3, (num_cols, shape.block_cols // CELL))
+        return of_cells.unflatten(2, (num_rows // rows, rows // CELL))
+
+    is_there = torch.arange(num_cols, device=pairs.device) * shape.block_cols < shape.cols
+    is_there = (
+        is_there
+        & (torch.arange(num_rows // height, device=pairs.device) * height < shape.rows)[:, None]
+    )
+    seen = in_blocks(some, height).any(5).any(3) & is_there
+    shows_all = in_blocks(every, shape.tile_rows).all(5).all(3)
+    if intervals is not None:
+        shows_all &= _shown(shape, intervals, shape.tile_rows)[1][:, None]
+    return seen, shows_all
+
+
+def _lines_of_table(shape: MapWalkShape, table: BlockTable) -> tuple[Tensor, Tensor]:
+    """How far the line of each row is from here, and the lines."""
+    lists = shape.lists
+    listed, of_rows, of_cols = table.listed, table.of_queries, table.of_keys
+    if shape.is_by_keys:
+        listed, of_rows, of_cols = listed.mT, of_cols, of_rows
+    listed = listed.expand(lists.batch, lists.heads, -1, -1).transpose(0, 1)
+    b = torch.arange(lists.batch, device=listed.device)
+    bits = listed[:, b[:, None], :, of_cols.long()].permute(2, 0, 3, 1)
+    assert bits.shape[:3] == (lists.heads, lists.batch, shape.num_blocks)
+    bits = torch.nn.functional.pad(bits, (0, shape.words_of_line * BITS_OF_WORD - bits.shape[3]))
+    line = b[:, None] * shape.num_blocks + of_rows
+    ways = shape.first_line - shape.first_table + line * shape.words_of_line
+    return ways.int(), _packed(bits.unflatten(3, (-1, BITS_OF_WORD)))
+
+
 def _tiles_and_runs(
     shape: MapWalkShape, order: Tensor, counts: Tensor, words: Tensor, first_run: int
 ) -> tuple[Tensor, Tensor]:
@@ -252,8 +401,13 @@ def _tiles_and_runs(
     first = torch.zeros_like(entry) if is_mean else entry * shape.cols
     nothing, far = torch.zeros_like(first), torch.full_like(first, NO_DIAG)
     asks = nothing
-    if shape.lists.intervals and not is_mean:
+    if shape.lists.may_ask and not is_mean:
         asks = shape.first_ask + words // shape.num_lines
+    of_head = nothing
+    if shape.lists.has_table and not is_mean:
+        of_head = nothing + torch.arange(len(order), device=order.device)[:, None] * (
+            shape.lists.batch * shape.num_blocks * shape.words_of_line
+        )
     runs = {
         "row_begin": row_begin,
         "row_end": row_end,
@@ -263,7 +417,8 @@ def _tiles_and_runs(
         "diag_hi": far,
         "first": first,
         "num_blocks": counts,
-        **dict.fromkeys(("num_lead", "num_trail"), nothing),
+        "num_lead": of_head,
+        "num_trail": nothing,
         "lane": asks,
         "bits": words,
     }

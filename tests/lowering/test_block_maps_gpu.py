@@ -32,6 +32,9 @@ CASES = {
     "tall": (1, 2, 2, 2, 1, 512, 1000, 128, (128, 64)),
     "wide": (1, 2, 2, 2, 1, 1024, 512, 256, (64, 256)),
     "wide heads": (1, 2, 1, 2, 1, 512, 512, 192, 64),
+    "odd": (1, 4, 2, 4, 1, 700, 1001, 128, (48, 80)),
+    "odd entries": (2, 4, 4, 1, 2, 320, 208, 64, (40, 104)),
+    "odd, wide heads": (1, 2, 1, 2, 1, 512, 600, 256, 72),
 }
 
 
@@ -557,3 +560,167 @@ def test_explain():
     text = str(call)
     assert "lists    8 x 12 blocks for each of 8 heads, density 0." in text
     assert "by the block lists of each of 8 heads, blocks of 64 x 64" in text
+
+
+def uneven(case, seed=0, density=0.4, order="in order"):
+    """Which blocks of `size` tokens in the mean see each other, and the block of each query and key."""
+    _, _, _, heads, entries, seqlen_q, seqlen_k, _, size = case
+    generator = torch.Generator("cuda").manual_seed(seed)
+    counts = [max(length // size, 1) for length in (seqlen_q, seqlen_k)]
+    listed = torch.rand(entries, heads, *counts, device="cuda", generator=generator) < density
+    listed[..., counts[0] // 2, :] = False
+    of_tokens = []
+    for count, length in zip(counts, (seqlen_q, seqlen_k), strict=True):
+        block = torch.randint(0, count, (entries, length), device="cuda", generator=generator)
+        of_tokens.append(block.sort(-1).values if order == "in order" else block)
+    return listed, *of_tokens
+
+
+def visible_of(case, given):
+    listed, of_q, of_k = given
+    batch, heads = case[:2]
+    listed = listed.expand(batch, heads, -1, -1)
+    b, h, q, k = (torch.arange(n, device="cuda") for n in (batch, heads, case[5], case[6]))
+    of_q, of_k = (x.expand(batch, -1) for x in (of_q, of_k))
+    b, h = b[:, None, None, None], h[:, None, None]
+    return listed[b, h, of_q[b, q[:, None]], of_k[b, k]]
+
+
+def compiled_blocks(case, is_causal=False, score_mod=None):
+    batch, heads, _, list_heads, entries, seqlen_q, seqlen_k, *_ = case
+
+    def attend(q, k, v, listed, of_q, of_k):
+        def mask_mod(b, h, q_idx, kv_idx):
+            entry, head = b if entries > 1 else 0, h if list_heads > 1 else 0
+            shown = listed[entry, head, of_q[entry, q_idx], of_k[entry, kv_idx]]
+            return shown & (kv_idx <= q_idx) if is_causal else shown
+
+        mask = create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, device="cuda")
+        return flex_attention(q, k, v, score_mod, block_mask=mask, enable_gqa=True, return_lse=True)
+
+    return torch.compile(attend, backend="magi", fullgraph=True, options={"magi.strict": True})
+
+
+UNEVEN = {
+    "heads": (1, 4, 2, 4, 1, 700, 1001, 128, 70),
+    "all heads": (1, 4, 4, 1, 1, 1024, 1024, 64, 100),
+    "entries": (2, 4, 2, 4, 2, 320, 208, 128, 40),
+    "small blocks": (1, 2, 2, 2, 1, 1000, 900, 128, 20),
+    "wide heads": (1, 2, 1, 2, 1, 512, 600, 192, 60),
+    "wider heads": (1, 2, 1, 2, 1, 512, 600, 256, 60),
+    "long": (1, 2, 1, 2, 1, 8192, 4096, 128, 128),
+}
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_blocks_that_begin_anywhere(name, is_deterministic):
+    """With other blocks in every call, which compile nothing."""
+    torch._dynamo.reset()
+    case = UNEVEN[name]
+    attend = compiled_blocks(case)
+    with deterministic_algorithms(is_deterministic):
+        for seed in range(3):
+            blocks, given = uneven(case, seed), inputs(case, seed)
+            before = num_compiled_graphs()
+            found = step(attend, *given, *blocks)
+            compare(found, step(dense_attention, *given, visible_of(case, blocks)))
+            assert seed == 0 or num_compiled_graphs() == before
+        if is_deterministic:
+            again = step(attend, *given, *blocks)
+            assert all(map(torch.equal, found, again))
+
+
+@pytest.mark.parametrize("name", ["heads", "entries", "wide heads"])
+def test_causal_blocks_that_begin_anywhere(name):
+    torch._dynamo.reset()
+    case = UNEVEN[name]
+    given, blocks = inputs(case), uneven(case)
+    found = step(compiled_blocks(case, is_causal=True), *given, *blocks)
+    compare(found, step(dense_attention, *given, visible_of(case, blocks).tril()))
+
+
+def test_blocks_of_tokens_that_lie_anywhere():
+    torch._dynamo.reset()
+    case = UNEVEN["heads"]
+    given, blocks = inputs(case), uneven(case, order="anywhere", density=0.1)
+    found = step(compiled_blocks(case), *given, *blocks)
+    compare(found, step(dense_attention, *given, visible_of(case, blocks)))
+
+
+def test_score_mods_of_blocks_that_begin_anywhere():
+    torch._dynamo.reset()
+    case = UNEVEN["heads"]
+    given, blocks = inputs(case), uneven(case)
+    slopes = 0.01 * torch.arange(1, 5, device="cuda")
+
+    def alibi(score, b, h, q, kv):
+        return score - slopes[h] * (q - kv).abs()
+
+    def capped(score, b, h, q, kv):
+        return 3.0 * torch.tanh(score / 3.0)
+
+    for score_mod in (alibi, capped):
+        found = step(compiled_blocks(case, score_mod=score_mod), *given, *blocks)
+        wanted = step(dense_attention, *given, visible_of(case, blocks), score_mod)
+        compare(found, wanted)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_block_mask_of_blocks_that_begin_anywhere(size):
+    """Made outside of the graph, in eager code too; its lists and its mask_mod are both what is seen."""
+    torch._dynamo.reset()
+    case = UNEVEN["heads"]
+    given, (listed, of_q, of_k) = inputs(case), uneven(case)
+
+    def mask_mod(b, h, q, kv):
+        return listed[0, h, of_q[0, q], of_k[0, kv]]
+
+    mask = create_block_mask(mask_mod, 1, 4, 700, 1001, device="cuda", BLOCK_SIZE=size)
+    wanted = step(dense_attention, *given, visible_of(case, (listed, of_q, of_k)))
+    for _ in range(2):
+        compare(step(compiled(), *given, mask), wanted)
+
+    def eager(q, k, v):
+        return magi_compile.flex_attention(
+            q, k, v, block_mask=mask, enable_gqa=True, return_lse=True
+        )
+
+    compare(step(eager, *given), wanted)
+
+
+def test_a_captured_graph_of_blocks_that_begin_anywhere():
+    torch._dynamo.reset()
+    case = UNEVEN["heads"]
+    (q, k, v, _), attend = inputs(case), compiled_blocks(case)
+    blocks = uneven(case, 0)
+    with torch.no_grad():
+        for _ in range(3):
+            attend(q, k, v, *blocks)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            attend(q, k, v, *blocks)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = attend(q, k, v, *blocks)
+        for seed in range(2):
+            others = uneven(case, seed)
+            for x, y in zip(blocks, others, strict=True):
+                x.copy_(y)
+            graph.replay()
+            compare(found, dense_attention(q, k, v, visible_of(case, others)))
+
+
+def test_a_block_that_there_is_not():
+    torch._dynamo.reset()
+    case = UNEVEN["heads"]
+    listed, of_q, of_k = uneven(case)
+    of_k[0, 5] = listed.shape[3]
+
+    def attend_and_wait():
+        compiled_blocks(case)(*inputs(case)[:3], listed, of_q, of_k)
+        synchronize_checks()
+
+    with pytest.raises(MaskDataError, match="must look up entries in"):
+        attend_and_wait()

@@ -55,14 +55,18 @@ class _Magi(Kernel):
         heads = [case.nheads_q, case.nheads_kv, *case.head_dims]
         sizes = (1, case.seqlen, case.seqlen)
         beside: tuple[Any, ...] = ()
+        lists: tuple[list[Tensor], list[int]] = ([], [])
+        if workload.blocks.is_uniform:
+            lists = lists_of_heads(workload, device), [case.block] * 2
+        else:
+            beside = (False, None, table_of_heads(workload, device))
         if workload.blocks.is_causal:
             intervals = torch.ops.magi.mask_intervals(
                 *([], [], read_mask_mod(causal, device).program.text, *sizes, 1, device, [], [])
             )
             beside = (False, intervals)
         plan = torch.ops.magi.plan_lists(
-            *(lists_of_heads(workload, device), [case.block] * 2, *sizes),
-            *(getattr(torch, case.dtype), heads, 0.0, self.kernel, *beside),
+            *(*lists, *sizes, getattr(torch, case.dtype), heads, 0.0, self.kernel, *beside),
         )
         scale = case.head_dim**-0.5
         return lambda q, k, v: torch.ops.magi.attention(q, k, v, [], plan, scale, 0.0, self.kernel)[
@@ -74,10 +78,8 @@ class _Magi(Kernel):
 
 
 def walks_lists(kernel: str, workload: Workload) -> bool:
-    """True if the kernel takes the block lists of the workload as they are."""
-    blocks = workload.block_map
-    is_uniform = blocks is not None and blocks.is_uniform
-    return kernel == "hopper" and is_uniform and workload.case.block % 64 == 0
+    """True if the kernel takes the block lists of the workload as they are, or a table of its uneven blocks."""
+    return kernel == "hopper" and workload.block_map is not None
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -90,6 +92,14 @@ def lists_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
     blocks = workload.blocks
     visible = blocks.visible.to(device).repeat_interleave(blocks.group, 0)
     return list(block_lists(visible[None]))
+
+
+def table_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
+    """Which blocks of all query heads see which, bool `[1, nheads_q, blocks, blocks]`, and the blocks of queries and of
+    keys, int32 `[1, seqlen]`."""
+    blocks = workload.blocks
+    visible = blocks.visible.to(device).repeat_interleave(blocks.group, 0)
+    return [visible[None], *(x.int()[None] for x in blocks.block_of_token(device))]
 
 
 def _heads_as_rows(x: Tensor) -> Tensor:

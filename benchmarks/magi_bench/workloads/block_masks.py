@@ -44,7 +44,7 @@ class BlockMap:
     def mask_mod(self, device: str) -> MaskMod:
         """For FlexAttention: looks up the blocks of a row and of a key."""
         visible, group, is_causal = self.visible.to(device), self.group, self.is_causal
-        q_block, k_block = self._block_of_token(device)
+        q_block, k_block = self.block_of_token(device)
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             is_listed = visible[h // group, q_block[q], k_block[kv]]
@@ -54,12 +54,13 @@ class BlockMap:
 
     def to_dense(self, device: torch.device | str) -> Tensor:
         """The mask of all query heads: bool `[nheads_q, seqlen, seqlen]`."""
-        q_block, k_block = self._block_of_token(device)
+        q_block, k_block = self.block_of_token(device)
         heads = self.visible.to(device).repeat_interleave(self.group, 0)
         mask = heads[:, q_block][:, :, k_block]
         return mask.tril_() if self.is_causal else mask
 
-    def _block_of_token(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    def block_of_token(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """The block of each row, and that of each key, int64 `[seqlen]`."""
         q_block, k_block = (
             torch.repeat_interleave(torch.tensor(sizes)).to(device)
             for sizes in (self.q_sizes, self.k_sizes)

@@ -23,8 +23,8 @@ struct DqTarget {
 
 template <class Element_, int kHeadDim_, int kCols_, int kColsOfV_, int kCtas_, int kBlockCols_, int kStages_,
           int kDoutStages_, int kScoreStages_, int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kHasBits_, int kMapLines_, int kMapIntervals_, bool kIsDeterministic_,
-          bool kRoundsDq_, class Score_>
+          bool kHasSoftcap_, bool kHasBits_, int kMapLines_, int kMapIntervals_, bool kMapTable_,
+          bool kIsDeterministic_, bool kRoundsDq_, class Score_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;   // tensors may be narrower: TMA reads zeros behind their columns
@@ -42,13 +42,15 @@ struct BackwardConfig {
     // Runs are of a block map, with one line for a tile or one for each 64 of its keys; 0 if they are not.
     static constexpr int kMapLines = kMapLines_;
     static constexpr int kMapIntervals = kMapIntervals_;
+    static constexpr bool kMapTable = kMapTable_;   // blocks of a map's queries and keys are anywhere
+    static constexpr bool kMapAsks = kMapIntervals > 0 || kMapTable;
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
     static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
     using Score = Score_;                                         // made from a score program, or NoScore
     static constexpr bool kHasScore = Score::kIsThere;
     // Whether scores start from -lse / scale: where nothing is made of them but what is added to them.
     static constexpr bool kBeginsWithLse = !kHasSoftcap && (!kHasScore || Score::kIsShift);
-    using WholeParams = typename Choose<(kHasBits || kMapIntervals > 0), BitsBackwardParams, BackwardParams>::type;
+    using WholeParams = typename Choose<(kHasBits || kMapAsks), BitsBackwardParams, BackwardParams>::type;
     using Params = typename Choose<kHasScore, ScoredBackwardParams<Score::kNumWords + 1>, WholeParams>::type;
 
     // A tile may be that of a cluster of two thread blocks, of 64 keys each, which load Q and dO for each other: where
@@ -92,7 +94,7 @@ struct BackwardConfig {
 
     static_assert(!(kHasScore && kHasSoftcap), "a score program has the caps");
     static_assert(kMapLines == 0 || !(kHasBits || kRoundsDq), "nobody counts the visits of a map");
-    static_assert(kMapLines > 0 || kMapIntervals == 0, "intervals are looked up where blocks ask");
+    static_assert(kMapLines > 0 || !kMapAsks, "it is looked up where blocks ask");
     static_assert(kMapLines <= 2, "a tile has two times 64 keys");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
@@ -112,7 +114,7 @@ constexpr int kNoMask = -1;
 
 // What the producer says about a block of queries.
 struct alignas(16) Block {
-    Run run;   // only where there is a mask, unless pairs look up their intervals
+    Run run;   // only where there is a mask; where pairs look up what they see, what follows is in its place
     int first;
     int end;              // queries from here on are outside of the run
     int head_and_lines;   // in more memory, some kernels would not fit
@@ -126,6 +128,12 @@ struct alignas(16) Block {
     __device__ __forceinline__ int head() const {
         return Config::kMapLines > 1 ? head_and_lines & ((1 << kHeadBits) - 1) : head_and_lines;
     }
+
+    // Of a block table: from the line of a key to the bits of this block, and the first key that sees nothing.
+    __device__ __forceinline__ int& word() { return run.bits; }
+    __device__ __forceinline__ int word() const { return run.bits; }
+    __device__ __forceinline__ int& key_end() { return run.row_end; }
+    __device__ __forceinline__ int key_end() const { return run.row_end; }
 
 private:
     static constexpr int kHeadBits = 16;

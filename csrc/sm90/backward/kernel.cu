@@ -71,7 +71,7 @@ __device__ __forceinline__ void run(const typename Config::Params& params) {
 using Config = BackwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_COLS, FFA_COLS_OF_V, FFA_CTAS, FFA_BLOCK_COLS, FFA_STAGES,
                               FFA_DOUT_STAGES, FFA_SCORE_STAGES, FFA_PRODUCER_REGISTERS, FFA_DQ_REGISTERS,
                               FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP, FFA_HAS_BITS, FFA_MAP_LINES, FFA_MAP_INTERVALS,
-                              FFA_IS_DETERMINISTIC, FFA_ROUNDS_DQ, FFA_SCORE>;
+                              FFA_MAP_TABLE, FFA_IS_DETERMINISTIC, FFA_ROUNDS_DQ, FFA_SCORE>;
 
 }   // namespace ffa::backward
 

@@ -15,6 +15,7 @@
 #include "backward/epilogue.cuh"
 #include "backward/scores.cuh"
 #include "common/bits.cuh"
+#include "common/block_table.cuh"
 #include "common/intervals.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
@@ -171,8 +172,24 @@ public:
                                          int lane)
         : params_(params), smem_(smem), lane_(lane) {}
 
-    // `row` is the first one of the warp in its tile.
+    // What a table says of a block.
+    using Asked = Maybe<Config::kMapTable, SeenByRows<Config::kBlockCols>>;
+
+    // Of a block that asks, to one half of the rows; the rest as for `mask`.
+    __device__ __forceinline__ auto look_up(int slot, int mask_row, int row, int half) const {
+        const Block& block = smem_.blocks[slot];
+        return look_up_columns<Config::kBlockCols>(params_.table, mask_row + row + lane_ / 4 + 8 * half,
+                                                   block.key_end(), block.word());
+    }
+
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
+        mask(scores, slot, mask_row, row, [&](int half) { return look_up(slot, mask_row, row, half); });
+    }
+
+    // `row` is the first one of the warp in its tile, and `asked(half)` what a table says to one half
+    // of the rows.
+    template <class Columns>
+    __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row, Columns asked) const {
         if constexpr (Config::kMapLines > 1 && Config::kIsWide) {
             if (!__any_sync(0xffffffff, smem_.blocks[slot].lines() >> row / Config::kRows & 1)) {
 #pragma unroll
@@ -187,6 +204,11 @@ public:
             if constexpr (Config::kMapIntervals > 0) {
                 apply_intervals_to_keys<Config::kMapIntervals>(scores, params_.intervals, mask_row + row + lane_ / 4,
                                                                block.first, block.end);
+            }
+            if constexpr (Config::kMapTable) {
+                apply_columns(scores, asked, lane_);
+            }
+            if constexpr (Config::kMapAsks) {
                 return;
             }
             apply_mask<Config::kMapLines == 0>(scores, block.run, params_.edges, mask_row + row + lane_ / 4,
@@ -468,6 +490,9 @@ private:
         }
     }
 
+    // What a table says, while the scores are computed; where much is made of these, there are no registers for it.
+    static constexpr bool kLooksUpAhead = Config::kMapTable && Config::kBeginsWithLse;
+
     // P and dS of the present block. `meanwhile` is done while the scores are computed.
     template <class Meanwhile>
     __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, TileScores<Config>& program,
@@ -477,6 +502,21 @@ private:
         matmuls_.issue_scores(scores, matmuls_.keys(smem_.k[0] + first_key(), 0), block_.slot);
         meanwhile();
         const int mask_row = smem_.blocks[block_.slot].mask_row;
+        const int row = gradients_.row_in_tile();
+        typename ScoreMath<Config>::Asked ahead;
+        if constexpr (kLooksUpAhead) {
+            if (__any_sync(0xffffffff, mask_row != kNoMask)) {
+                ahead.of_rows[0] = math_.look_up(block_.slot, mask_row, row, 0);
+                ahead.of_rows[1] = math_.look_up(block_.slot, mask_row, row, 1);
+            }
+        }
+        const auto mask = [&] {
+            if constexpr (kLooksUpAhead) {
+                math_.mask(scores, block_.slot, mask_row, row, [&](int half) { return ahead.of_rows[half]; });
+            } else {
+                math_.mask(scores, block_.slot, mask_row, row);
+            }
+        };
         if constexpr (Config::kHasScore) {
             const Block& block = smem_.blocks[block_.slot];
             program.move_to(uniform(block.first), uniform(block.template head<Config>()));
@@ -487,13 +527,13 @@ private:
             math_.cap(scores);
         }
         if constexpr (!Config::kBeginsWithLse) {
-            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            mask();
         } else if constexpr (Config::kHasScore) {
             program.shift(scores);
-            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            mask();
             pin(scores);
         } else {
-            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            mask();
             math_.scale(scores);
         }
         Operand factors;

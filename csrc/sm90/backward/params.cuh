@@ -140,6 +140,7 @@ struct BitsBackwardParams : BackwardParams {
         const uint32_t* bits;     // [num_blocks, kBitBlock, kWordsOfQuery]
         const Edges* intervals;   // [total_q, kMapIntervals], of columns, where blocks of a map ask
     };
+    const uint32_t* table;   // of a block table, where blocks of a map ask: of each key the way to its bits
 };
 
 // Where a score program changes the scores: `scale_log2` is log2(e) then, and `cap_scale` the softmax_scale.
@@ -149,6 +150,7 @@ struct ScoredBackwardParams : BackwardParams {
         const uint32_t* bits;   // as above, or null
         const Edges* intervals;
     };
+    const uint32_t* table;   // as above
     ScoreParams<kNumWords> score;
 };
 

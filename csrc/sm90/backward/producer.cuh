@@ -6,6 +6,7 @@
 #include "backward/schedule/queue.cuh"
 #include "backward/walk.cuh"
 #include "common/block_map.cuh"
+#include "common/block_table.cuh"
 #include "common/pipeline.cuh"
 
 namespace ffa::backward {
@@ -69,7 +70,7 @@ public:
 
 private:
     static constexpr bool kIsMapped = Config::kMapLines > 0;
-    using Map = MapWalk<Config::kBlockCols, kIsMapped ? Config::kMapLines : 1, Config::kMapIntervals != 0>;
+    using Map = MapWalk<Config::kBlockCols, kIsMapped ? Config::kMapLines : 1, Config::kMapAsks>;
 
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const Items<Config>& items) {
@@ -211,7 +212,13 @@ private:
             block.head_and_lines = Block::with_lines(block.head_and_lines, lines);
         }
         block.mask_row = is_masked ? work().tile.row_begin : kNoMask;
-        const uint32_t run_bytes = is_masked && Config::kMapIntervals == 0 ? sizeof(Run) : 0;
+        if constexpr (Config::kMapTable) {
+            if (is_masked) {
+                block.word() = word_of_block(run, visit.col);
+                block.key_end() = work().tile.row_end;
+            }
+        }
+        const uint32_t run_bytes = is_masked && !Config::kMapAsks ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
         load_for_all<0>(smem_.q[block_.slot], params_.q, q_full, visit.col, block.template head<Config>());
         tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0,

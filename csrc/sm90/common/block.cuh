@@ -40,6 +40,12 @@ __device__ __forceinline__ void for_each_of_warp(int count, Body body) {
     }
 }
 
+// Within for_each_warp: flag(0), ..., flag(31) as the bits of a word, in all lanes.
+template <class Flag>
+__device__ __forceinline__ unsigned word_of_warp(Flag flag) {
+    return __ballot_sync(~0u, flag(threadIdx.x % 32));
+}
+
 // The first i < count of which flag(i) holds, or count. `scratch` is a word of global memory.
 template <class Flag>
 __device__ __forceinline__ int first_of(int count, Flag flag, int& scratch) {

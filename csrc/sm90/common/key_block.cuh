@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/bits.cuh"
+#include "common/block_table.cuh"
 #include "common/intervals.cuh"
 #include "common/mask.cuh"
 #include "common/ptx.cuh"
@@ -15,6 +16,7 @@ struct alignas(16) KeyBlock {
     int first;
     uint32_t is_edge;
     uint32_t lines;   // of a block map: the bits of the warpgroups that see it, where each has a line of its own
+    int word;         // of a block table: from the line of a row to the bits of this block
 };
 
 // What a warpgroup sees of a block, of whose tile it has `kRows` rows; the same to all lanes of a warp.
@@ -29,7 +31,7 @@ __device__ __forceinline__ Visibility visibility_of_block(const KeyBlock& block,
     if (!__any_sync(0xffffffff, block.is_edge)) {
         return kAll;
     }
-    if constexpr (Config::kMapIntervals > 0) {
+    if constexpr (Config::kMapAsks) {
         return kPartial;
     }
     const int row_begin = tile.row_begin + warpgroup * Config::kRows;
@@ -45,13 +47,15 @@ __device__ __forceinline__ Visibility visibility_of_block(const KeyBlock& block,
     return Visibility(uniform(sees));
 }
 
-// Sets the scores that a block hides to -inf; `row` is the first one of this thread.
+// Sets the scores that a block hides to -inf, but those that a table does; `row` is the first one of this thread.
 template <class Config, bool kHasStairs, int kCount>
 __device__ __forceinline__ void mask_block(float (&scores)[kCount], const KeyBlock& block,
                                            const typename Config::Params& params, int row, int lane) {
     const int col = block.first + 2 * (lane % 4);
     if constexpr (Config::kMapIntervals > 0) {
         apply_intervals<Config::kMapIntervals>(scores, params.intervals, row, params.total_q - 1, col);
+    }
+    if constexpr (Config::kMapAsks) {
         return;
     }
     apply_mask<kHasStairs>(scores, block.run, params.edges, row, col);

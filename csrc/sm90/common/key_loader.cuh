@@ -24,8 +24,8 @@ public:
     __device__ __forceinline__ KeyLoader(const typename Config::Params& params, Storage& smem)
         : params_(params), smem_(smem) {}
 
-    // `edge` is the run whose edge the block lies on, if it does; it travels with the block, unless pairs look up their
-    // intervals. So do the bits of the warpgroups that see the block where a block map tells.
+    // `edge` is the run whose edge the block lies on, if it does; it travels with the block, unless pairs look up what
+    // they see. So do the bits of the warpgroups that see the block where a block map tells.
     __device__ __forceinline__ void load_k(int col, int head, const Run* edge, uint32_t lines = 0) {
         uint64_t& full = smem_.k_full[k_.slot];
         KeyBlock& block = smem_.blocks[k_.slot];
@@ -35,7 +35,12 @@ public:
         if constexpr (Config::kMapLines > 1) {
             block.lines = lines;
         }
-        if constexpr (Config::kMapIntervals > 0) {
+        if constexpr (Config::kMapTable) {
+            if (edge) {
+                block.word = word_of_block(*edge, col);
+            }
+        }
+        if constexpr (Config::kMapAsks) {
             edge = nullptr;
         }
         mbarrier_arrive_expect_tx(full, sizeof(smem_.k[0]) + (edge ? sizeof(Run) : 0));

@@ -16,8 +16,8 @@ constexpr int kMaxConsumers = 3;
 
 template <class Element_, int kCols_, int kColsOfV_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
           int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_,
-          bool kHasBits_, int kMapLines_, int kMapIntervals_, bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_,
-          class Score_>
+          bool kHasBits_, int kMapLines_, int kMapIntervals_, bool kMapTable_, bool kHasRemoteKeys_, bool kIsEarly_,
+          bool kHasMaxScores_, class Score_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kCols = kCols_;         // of Q and K
@@ -35,6 +35,8 @@ struct ForwardConfig {
     // Runs are of a block map, with one line for a tile or one for each warpgroup; 0 if they are not.
     static constexpr int kMapLines = kMapLines_;
     static constexpr int kMapIntervals = kMapIntervals_;   // that a query of a block map sees at most; 0: all
+    static constexpr bool kMapTable = kMapTable_;          // blocks of a map's queries and keys are anywhere
+    static constexpr bool kMapAsks = kMapIntervals > 0 || kMapTable;
     static constexpr bool kHasRemoteKeys =
         kHasRemoteKeys_;                                    // in tensors of their own, whose maps the producer chooses
     static constexpr bool kIsEarly = kIsEarly_;             // begins before they are there
@@ -61,7 +63,7 @@ struct ForwardConfig {
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;              // elements
     static constexpr int kKSlab = kBlockCols * kSlabCols;                      // elements
 
-    using WholeParams = typename Choose<(kHasBits || kMapIntervals > 0), BitsForwardParams, ForwardParams>::type;
+    using WholeParams = typename Choose<(kHasBits || kMapAsks), BitsForwardParams, ForwardParams>::type;
     using ScoredParams = typename Choose<kHasScore, ScoredForwardParams<Score::kNumWords + 1>, WholeParams>::type;
     using Params = typename Choose<kIsEarly, EarlyForwardParams, ScoredParams>::type;
 
@@ -69,7 +71,7 @@ struct ForwardConfig {
     static_assert(!(kHasBits && kIsEarly), "remote keys have no bits");
     static_assert(kMapLines <= 1 || kMapLines == kConsumers, "each warpgroup has a line, or all have one");
     static_assert(kMapLines == 0 || !(kHasBits || kHasStairs || kHasRemoteKeys), "a map says all that is seen");
-    static_assert(kMapLines > 0 || kMapIntervals == 0, "intervals are looked up where blocks ask");
+    static_assert(kMapLines > 0 || !kMapAsks, "it is looked up where blocks ask");
     static_assert(!(kHasScore && (kHasSoftcap || kIsEarly)), "a score program has the caps, and no remote keys");
     static_assert(kHasStairs || !kHasBits, "where there is room for bits, there is for stairs beside them");
     static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kWarpgroupDone");

@@ -47,7 +47,7 @@ __device__ __forceinline__ void run(const typename Config::Params& params) {
 using Config = ForwardConfig<FFA_ELEMENT, FFA_COLS, FFA_COLS_OF_V, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES,
                              FFA_Q_BUFFERS, FFA_CONSUMERS, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS,
                              FFA_HAS_SOFTCAP, FFA_HAS_STAIRS, FFA_HAS_BITS, FFA_MAP_LINES, FFA_MAP_INTERVALS,
-                             FFA_HAS_REMOTE_KEYS, FFA_IS_EARLY, FFA_HAS_MAX_SCORES, FFA_SCORE>;
+                             FFA_MAP_TABLE, FFA_HAS_REMOTE_KEYS, FFA_IS_EARLY, FFA_HAS_MAX_SCORES, FFA_SCORE>;
 
 }   // namespace ffa::forward
 

@@ -78,10 +78,11 @@ private:
             const uint32_t q = uniform(q_operand());
             const uint32_t k = k_operand();
             issue_scores(scores, q, k);
+            const Asked asked = look_up(sees, tile);
             Visibility next = next_block(tile);
             wgmma_wait_group<0>();
             pin(scores);
-            change_and_mask(scores, sees, tile, program);
+            change_and_mask(scores, sees, tile, asked, program);
             largest.update(scores);
             release_k();
             bool is_v_there = test_v();
@@ -96,10 +97,11 @@ private:
                 const uint32_t v = v_operand();
                 issue_scores(scores, q, k);
                 issue_out(out, probs, v);
+                const Asked asked = look_up(sees, tile);
                 next = next_block(tile);   // while the scores are on their way
                 wgmma_wait_group<2>();
                 pin(scores);
-                change_and_mask(scores, sees, tile, program);
+                change_and_mask(scores, sees, tile, asked, program);
                 largest.update(scores);
                 float sum[2] = {0.f, 0.f};
                 wgmma_wait_group<1>();
@@ -189,8 +191,27 @@ private:
 
     // ---- scores to probabilities
 
+    // What a table says of the block whose scores are computed: looked up while they are on their way.
+    using Asked = Maybe<Config::kMapTable, SeenByRows<Config::kBlockCols>>;
+
+    __device__ __forceinline__ Asked look_up(Visibility sees, const TileOfHead& tile) const {
+        Asked asked;
+        if constexpr (Config::kMapTable) {
+            if (sees == kPartial) {
+                const int word = smem_.blocks[scored_.slot].word;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = first_row(tile) + 8 * half;
+                    asked.of_rows[half] =
+                        look_up_columns<Config::kBlockCols>(params_.table, row, params_.total_q, word);
+                }
+            }
+        }
+        return asked;
+    }
+
     __device__ __forceinline__ void change_and_mask(Scores& scores, Visibility sees, const TileOfHead& tile,
-                                                    TileScores<Config>& program) {
+                                                    const Asked& asked, TileScores<Config>& program) {
         if constexpr (Config::kHasSoftcap) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) {
@@ -201,6 +222,9 @@ private:
             program.change(scores, uniform(smem_.blocks[scored_.slot].first));
         }
         if (sees == kPartial) {
+            if constexpr (Config::kMapTable) {
+                apply_columns(scores, [&](int half) { return asked.of_rows[half]; }, lane_);
+            }
             mask_block<Config, Config::kHasStairs>(scores, smem_.blocks[scored_.slot], params_, first_row(tile), lane_);
         }
     }

@@ -45,6 +45,7 @@ struct BitsForwardParams : ForwardParams {
         const uint32_t* bits;     // [num_blocks, kBitBlock, kWordsOfQuery]
         const Edges* intervals;   // [total_q, kMapIntervals], of columns, where blocks of a map ask
     };
+    const uint32_t* table;   // of a block table, where blocks of a map ask: of each query the way to its bits
 };
 
 static_assert(sizeof(BitsForwardParams) == 1024, "packed by magi_compile/kernels/sm90/params.py");
@@ -56,6 +57,7 @@ struct ScoredForwardParams : ForwardParams {
         const uint32_t* bits;   // as above, or null
         const Edges* intervals;
     };
+    const uint32_t* table;   // as above
     ScoreParams<kNumWords> score;
 };
 

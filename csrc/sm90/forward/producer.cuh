@@ -132,14 +132,14 @@ private:
 
     // The one run of a tile, of a block map. Its last block may be short.
     __device__ __forceinline__ void load_mapped(const Run& run, int kv_head) {
-        MapWalk<Config::kBlockCols, Config::kMapLines, Config::kMapIntervals != 0> walk(run, params_.map_words);
+        MapWalk<Config::kBlockCols, Config::kMapLines, Config::kMapAsks> walk(run, params_.map_words);
         int previous_col = kNoColumn;
         for (int left = run.num_blocks; left > 0; --left) {
             if (left == kBlocksAhead || (left == run.num_blocks && left < kBlocksAhead)) {
                 mbarrier_arrive(smem_.runs_empty);
             }
             const MappedBlock block = walk.next();
-            const bool is_edge = Config::kMapIntervals > 0 ? block.asks : block.col + Config::kBlockCols > run.col_end;
+            const bool is_edge = Config::kMapAsks ? block.asks : block.col + Config::kBlockCols > run.col_end;
             load_k(block.col, kv_head, is_edge ? &run : nullptr, block.lines);
             if (previous_col != kNoColumn) {
                 load_v(previous_col, kv_head);

@@ -8,6 +8,12 @@
 // A bit is set for a block however often it is listed, and in whatever order. What is listed out of range is reported,
 // and then nobody sees anything. Where queries see intervals besides, a bit is set only where some may be seen, and
 // another one where some may not.
+//
+// Blocks that begin and end anywhere have a table instead of lists, and three kernels in front of the last one:
+//
+//   table -> the columns that each block of rows sees, a bit for each, by queries and by keys
+//   these -> cells of 64 queries and 64 keys: nothing, some or all of it is seen
+//   cells -> lines
 #include "common/block.cuh"
 #include "common/block_list.cuh"
 #include "common/block_map.cuh"
@@ -37,6 +43,29 @@ struct alignas(16) Span {
 
 constexpr int kRowsOfSpan = 64;
 
+// What each block of rows sees of the columns, and where a row has that.
+struct TableWalk {
+    const int* blocks;           // [batch, rows]: of each row
+    int* places;                 // [batch, rows]: from here to the line of a row, that of the first head
+    unsigned* lines;             // [heads, batch, num_blocks, num_words]: a bit for each column of an entry
+    int num_blocks, num_words;   // of rows, of a line
+};
+
+struct BlockTable {
+    const unsigned char* listed;   // [batch, heads, blocks of queries, blocks of keys]; null: there is no table
+    const unsigned char* beside;   // [batch, heads, num_q, num_k]: what block lists beside it say; null: there are none
+    unsigned char* cells;          // [heads, batch, rows of cells, cells of a row]
+    Int listed_strides[2], beside_strides[2];
+    TableWalk walks[2];
+};
+
+enum Cell : unsigned char { kNoPair = 0, kSomePairs = 1, kAllPairs = 3 };
+enum Beside : unsigned char { kIsListed = 1, kIsFull = 2 };
+
+constexpr int kCell = 64;          // queries and keys of a cell
+constexpr int kLinesAtOnce = 64;   // of a table
+constexpr int kColumnsAtOnce = 2048;
+
 struct BlockMapParams {
     BlockList lists[2];             // partial and full
     const Edges* given_intervals;   // [batch, seqlen_q, num_intervals], of columns of all entries; null: there are none
@@ -53,7 +82,22 @@ struct BlockMapParams {
     int block_rows, block_keys, num_q, num_k;
     int list_words;        // num_k bits
     MappedWalk walks[2];   // by queries, by keys
+    BlockTable table;
 };
+
+__device__ __forceinline__ int ceil_div(int count, int size) { return (count + size - 1) / size; }
+
+// A flag that the host reads is 1, then what was found, its q block, head and batch entry.
+__device__ __forceinline__ void report(const BlockMapParams& params, int check, Int found, Int row, int head, int b) {
+    atomicOr(params.broken, 1u);
+    Int* const flag = params.flags[check];
+    flag[1] = found;
+    flag[2] = row;
+    flag[3] = head;
+    flag[4] = b;
+    __threadfence_system();
+    flag[0] = 1;
+}
 
 // The intervals of a batch entry.
 class EntryIntervals {
@@ -218,17 +262,7 @@ private:
                !intervals_.show_each(row * rows, (row + 1) * rows, begin, end);
     }
 
-    // A flag that the host reads is 1, then what was found, its q block, head and batch entry.
-    __device__ void report(int check, Int found, Int row) {
-        atomicOr(params_.broken, 1u);
-        Int* const flag = params_.flags[check];
-        flag[1] = found;
-        flag[2] = row;
-        flag[3] = head_;
-        flag[4] = b_;
-        __threadfence_system();
-        flag[0] = 1;
-    }
+    __device__ void report(int check, Int found, Int row) { ffa::report(params_, check, found, row, head_, b_); }
 
     __device__ bool is_listed(int list_number, int block) const {
         return bits_[list_number * params_.list_words + block / 32] >> block % 32 & 1;
@@ -320,6 +354,265 @@ private:
     const EntryIntervals intervals_;
 };
 
+// The lines of a table, of one walk: so many columns of so many blocks of rows of a head and batch entry.
+class TableReader {
+public:
+    __device__ explicit TableReader(const BlockMapParams& params) : params_(params) {}
+
+    // Thread blocks of a walk.
+    __device__ int count(int walk) const {
+        const TableWalk& of_walk = params_.table.walks[walk];
+        return params_.heads * params_.batch * ceil_div(of_walk.num_blocks, kLinesAtOnce) * chunks(walk);
+    }
+
+    __device__ void run() const {
+        const int walk = static_cast<int>(blockIdx.x) >= count(0);
+        const int number = static_cast<int>(blockIdx.x) - walk * count(0);
+        const TableWalk& of_walk = params_.table.walks[walk];
+        const int chunk = number % chunks(walk), groups = ceil_div(of_walk.num_blocks, kLinesAtOnce);
+        const int first_line = number / chunks(walk) % groups * kLinesAtOnce;
+        const int entry = number / chunks(walk) / groups;   // head * batch + b
+        write_places(walk, number);
+        const int num_lines = min(kLinesAtOnce, of_walk.num_blocks - first_line);
+        for_each_warp(num_lines, [&](int i) { write_line(walk, entry, first_line + i, chunk * kColumnsAtOnce); });
+    }
+
+private:
+    __device__ int columns(int walk) const { return params_.walks[walk].total_cols; }
+    __device__ int chunks(int walk) const { return ceil_div(columns(walk), kColumnsAtOnce); }
+
+    // Of the rows that are this thread block's to write.
+    __device__ void write_places(int walk, int number) const {
+        const TableWalk& of_walk = params_.table.walks[walk];
+        const int rows = params_.walks[walk].total_rows, total = params_.batch * rows;
+        const int to_lines = static_cast<int>(of_walk.lines - reinterpret_cast<const unsigned*>(of_walk.places));
+        const int share = ceil_div(total, count(walk)), begin = min(number * share, total);
+        for_each(min(share, total - begin), [&](int i) {
+            const int row = begin + i;
+            const int line = row / rows * of_walk.num_blocks + of_walk.blocks[row];
+            of_walk.places[row] = to_lines + line * of_walk.num_words;
+        });
+    }
+
+    __device__ void write_line(int walk, int entry, int line, int first) const {
+        const TableWalk &of_walk = params_.table.walks[walk], &of_columns = params_.table.walks[1 - walk];
+        const int b = entry % params_.batch, head = entry / params_.batch, num_k = params_.table.walks[1].num_blocks;
+        const Int from_block = walk == 0 ? 1 : num_k;
+        const unsigned char* const listed = params_.table.listed + b * params_.table.listed_strides[0] +
+                                            head * params_.table.listed_strides[1] + line * (walk == 0 ? num_k : 1);
+        const int* const blocks = of_columns.blocks + static_cast<Int>(b) * columns(walk);
+        const int end = columns(walk), end_word = min(first / 32 + kColumnsAtOnce / 32, of_walk.num_words);
+        unsigned* const words =
+            of_walk.lines + (static_cast<Int>(entry) * of_walk.num_blocks + line) * of_walk.num_words;
+#pragma unroll 4
+        for (int word = first / 32; word < end_word; ++word) {
+            const unsigned bits = word_of_warp([&](int i) {
+                const int column = 32 * word + i;
+                return column < end && listed[blocks[column] * from_block] != 0;
+            });
+            for_each_of_warp(1, [&](int) { words[word] = bits; });
+        }
+    }
+
+    const BlockMapParams& params_;
+};
+
+// The cells of a batch entry and head.
+class Cells {
+public:
+    __device__ Cells(const BlockMapParams& params, int head, int b)
+        : params_(params),
+          columns_(ceil_div(params.walks[0].total_cols, kCell)),
+          first_((static_cast<Int>(head) * params.batch + b) * rows() * columns_) {}
+
+    __device__ int rows() const { return ceil_div(params_.seqlen_q, kCell); }
+    __device__ int columns() const { return columns_; }
+
+    __device__ unsigned char& at(int row, int column) const {
+        return params_.table.cells[first_ + static_cast<Int>(row) * columns_ + column];
+    }
+
+    // Each query sees all of these keys.
+    __device__ bool are_all(int row_begin, int row_end, int key_begin, int key_end) const {
+        bool is_all = true;
+        for (int row = row_begin / kCell; row < min(ceil_div(row_end, kCell), rows()); ++row) {
+            for (int column = key_begin / kCell; column < ceil_div(key_end, kCell); ++column) {
+                is_all = is_all && column < columns_ && at(row, column) == kAllPairs;
+            }
+        }
+        return is_all;
+    }
+
+    // Some of the rows that are together with `row` may see some of these keys, all of it by cells, so that both walks
+    // find the same.
+    __device__ bool may_show(const EntryIntervals& intervals, int first_key, int row, int key_begin,
+                             int key_end) const {
+        const int begin = row / params_.num_together * params_.num_together / kCell;
+        const int end = min(begin + params_.num_together / kCell, rows());
+        for (int column = key_begin / kCell; column < min(ceil_div(key_end, kCell), columns_); ++column) {
+            bool is_some = false;
+            for (int i = begin; i < end; ++i) {
+                is_some |= at(i, column) != kNoPair;
+            }
+            const int key = first_key + column * kCell;
+            if (is_some && (!intervals.are_there() || intervals.may_show(row, key, key + kCell))) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+private:
+    const BlockMapParams& params_;
+    const int columns_;
+    const Int first_;
+};
+
+// The cells of 64 queries of a head and batch entry.
+class CellWriter {
+public:
+    // `memory` are kSharedInts.
+    __device__ CellWriter(const BlockMapParams& params, int* memory)
+        : params_(params),
+          memory_(memory),
+          row_(static_cast<int>(blockIdx.x) % num_spans()),
+          b_(static_cast<int>(blockIdx.x) / num_spans() % params.batch),
+          head_(static_cast<int>(blockIdx.x) / num_spans() / params.batch),
+          intervals_(params, b_),
+          cells_(params, head_, b_) {}
+
+    static constexpr int kSharedInts = 2 * kCell + 1;
+
+    __device__ void run() const {
+        if (intervals_.are_there() && head_ == 0) {
+            intervals_.read(row_ * kCell, (row_ + 1) * kCell);
+        }
+        const TableWalk& walk = params_.table.walks[0];
+        const int count = min(kCell, params_.seqlen_q - row_ * kCell);
+        int* const blocks = memory_;
+        int* const met = memory_ + kCell;   // blocks of queries, once each where these lie together
+        int& num_met = memory_[2 * kCell];
+        for_each(count,
+                 [&](int i) { blocks[i] = walk.blocks[static_cast<Int>(b_) * params_.seqlen_q + row_ * kCell + i]; });
+        for_each(1, [&](int) {
+            num_met = 0;
+            for (int i = 0; i < count; ++i) {
+                if (i == 0 || blocks[i] != blocks[i - 1]) {
+                    met[num_met++] = blocks[i];
+                }
+            }
+        });
+        for_each(cells_.columns(), [&](int column) { cells_.at(row_, column) = cell(met, num_met, column); });
+    }
+
+private:
+    __device__ int num_spans() const { return ceil_div(params_.seqlen_q, kCell); }
+
+    __device__ unsigned char cell(const int* met, int num_met, int column) const {
+        const TableWalk& walk = params_.table.walks[0];
+        const Int entry = static_cast<Int>(head_) * params_.batch + b_;
+        const unsigned* const lines = walk.lines + entry * walk.num_blocks * walk.num_words + 2 * column;
+        unsigned some = 0, all[2] = {~0u, ~0u};
+        for (int i = 0; i < num_met; ++i) {
+            const unsigned* const words = lines + static_cast<Int>(met[i]) * walk.num_words;
+            some |= words[0] | words[1];
+            all[0] &= words[0];
+            all[1] &= words[1];
+        }
+        const int keys = params_.walks[0].total_cols - column * kCell;   // from the first one on
+        const bool is_all = (all[0] | behind(keys)) == ~0u && (all[1] | behind(keys - 32)) == ~0u;
+        if (params_.table.beside != nullptr && !is_listed(column, is_all)) {
+            return kNoPair;
+        }
+        return some == 0 ? kNoPair : is_all && keys >= kCell ? kAllPairs : kSomePairs;
+    }
+
+    // The bits of a word that has so many.
+    __device__ static unsigned behind(int count) { return count >= 32 ? 0 : count <= 0 ? ~0u : ~0u << count; }
+
+    __device__ bool is_listed(int column, bool is_all) const {
+        const int row = row_ * kCell / params_.block_rows, block = column * kCell / params_.block_keys;
+        const unsigned char says =
+            params_.table.beside[b_ * params_.table.beside_strides[0] + head_ * params_.table.beside_strides[1] +
+                                 static_cast<Int>(row) * params_.num_k + block];
+        if ((says & kIsFull) != 0) {
+            const int seqlen_k = params_.walks[0].total_cols, first = b_ * seqlen_k + column * kCell;
+            const int end = min(first + kCell, (b_ + 1) * seqlen_k);
+            if (!is_all ||
+                (intervals_.are_there() && !intervals_.show_each(row_ * kCell, (row_ + 1) * kCell, first, end))) {
+                report(params_, 2, block, row, head_, b_);
+            }
+        }
+        return says != 0;
+    }
+
+    const BlockMapParams& params_;
+    int* const memory_;
+    const int row_, b_, head_;
+    const EntryIntervals intervals_;
+    const Cells cells_;
+};
+
+// The lines of all tiles, of cells, and those that ask, of blocks that nobody sees as well.
+class LineWriter {
+public:
+    __device__ explicit LineWriter(const BlockMapParams& params) : params_(params) {}
+
+    __device__ void run() const {
+        for (int number = 0; number < 2; ++number) {
+            const MappedWalk& walk = params_.walks[number];
+            const int height = walk.tile_rows / walk.num_lines;
+            write(walk, walk.words, walk.num_tiles * walk.num_lines, [&](const Place& at, int line, int col) {
+                return at.may_show(number == 0, line * height, height, col, walk.block_cols);
+            });
+            write(walk, walk.asks, walk.num_tiles, [&](const Place& at, int tile, int col) {
+                return !at.shows_all(number == 0, tile * walk.tile_rows, walk.tile_rows, col, walk.block_cols);
+            });
+        }
+    }
+
+private:
+    struct Place {
+        EntryIntervals intervals;
+        Cells cells;
+        int first_key;
+
+        __device__ bool may_show(bool is_by_queries, int row, int rows, int col, int cols) const {
+            return is_by_queries ? cells.may_show(intervals, first_key, row, col, col + cols)
+                                 : cells.may_show(intervals, first_key, col, row, row + rows);
+        }
+
+        __device__ bool shows_all(bool is_by_queries, int row, int rows, int col, int cols) const {
+            return is_by_queries ? shows_all(row, row + rows, col, col + cols)
+                                 : shows_all(col, col + cols, row, row + rows);
+        }
+
+        __device__ bool shows_all(int row, int row_end, int key, int key_end) const {
+            return cells.are_all(row, row_end, key, key_end) &&
+                   (!intervals.are_there() || intervals.show_all(row, row_end, first_key + key, first_key + key_end));
+        }
+    };
+
+    // A bit for each block of columns of each line, of so many in a batch entry.
+    template <class Test>
+    __device__ void write(const MappedWalk& walk, unsigned* words, int lines, Test test) const {
+        for_each_of_grid(params_.heads * params_.batch * lines * walk.num_words, [&](int i) {
+            const int line = i / walk.num_words % lines, entry = i / walk.num_words / lines;
+            const int b = entry % params_.batch, rows = walk.num_tiles * walk.tile_rows / lines;
+            const Place at{EntryIntervals(params_, b), Cells(params_, entry / params_.batch, b),
+                           b * params_.walks[0].total_cols};
+            unsigned bits = 0;
+            for (int bit = 0; line * rows < walk.total_rows && bit < kBlocksOfWord; ++bit) {
+                const int col = (i % walk.num_words * kBlocksOfWord + bit) * walk.block_cols;
+                bits |= col < walk.total_cols && test(at, line, col) ? 1u << bit : 0;
+            }
+            words[i] = bits;
+        });
+    }
+
+    const BlockMapParams& params_;
+};
+
 // The tiles and runs of a head, in one of the walks.
 class TileWriter {
 public:
@@ -386,7 +679,8 @@ private:
             some |= words[line * walk_.num_words + word];
         }
         if (walk_.asks != nullptr) {
-            walk_.asks[first_ask(head_, tile) + word] = asking_of(some, tile, word);
+            unsigned& asks = walk_.asks[first_ask(head_, tile) + word];
+            asks = params_.table.listed != nullptr ? some & asks : asking_of(some, tile, word);
         }
         return __popc(some);
     }
@@ -414,6 +708,8 @@ private:
         const int run = head * num_tiles() + place;
         const int col_begin = is_mean ? 0 : b * walk_.total_cols;
         const int col_end = is_mean ? blocks * walk_.block_cols : col_begin + walk_.total_cols;
+        const TableWalk& table = params_.table.walks[number_];
+        const Int lines_of_head = static_cast<Int>(head) * params_.batch * table.num_blocks * table.num_words;
         const Int asks = walk_.asks == nullptr ? 0 : walk_.asks - walk_.words + first_ask(head, tile);
         walk_.tiles[run] = {row_begin, row_end, run, run + (blocks > 0)};
         walk_.runs[run] = {row_begin,
@@ -424,7 +720,7 @@ private:
                            kNoDiagonal,
                            col_begin,
                            blocks,
-                           0,
+                           is_mean ? 0 : static_cast<int>(lines_of_head),
                            0,
                            is_mean ? 0 : static_cast<int>(asks),
                            is_mean ? 0 : static_cast<int>(first_word(head, tile))};
@@ -440,6 +736,21 @@ private:
 extern "C" __global__ void __launch_bounds__(1024) ffa_block_map(const __grid_constant__ ffa::BlockMapParams params) {
     extern __shared__ int memory[];
     ffa::ListReader(params, reinterpret_cast<unsigned*>(memory)).run();
+}
+
+extern "C" __global__ void __launch_bounds__(512) ffa_block_table(const __grid_constant__ ffa::BlockMapParams params) {
+    ffa::TableReader(params).run();
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    ffa_block_table_cells(const __grid_constant__ ffa::BlockMapParams params) {
+    __shared__ int memory[ffa::CellWriter::kSharedInts];
+    ffa::CellWriter(params, memory).run();
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    ffa_block_table_lines(const __grid_constant__ ffa::BlockMapParams params) {
+    ffa::LineWriter(params).run();
 }
 
 extern "C" __global__ void __launch_bounds__(512)

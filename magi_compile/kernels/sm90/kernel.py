@@ -13,6 +13,7 @@ from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.heuristics import (
     HOPPER_HEAD_DIMS,
     forward_config,
+    has_table,
     hopper_head_dim,
     is_between_hopper_head_dims,
     map_lines,
@@ -45,6 +46,7 @@ from magi_compile.kernels.sm90.scores.arguments import source_of
 from magi_compile.kernels.sm90.scores.gradients import table_gradients_variant
 from magi_compile.kernels.sm90.scores.source import ScoreSource, score_source
 from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.block_map import ListShape
 from magi_compile.plan.tiles import build_tile_plan
@@ -108,12 +110,13 @@ class HopperKernel:
 
     def plan_lists(
         self,
-        lists: BlockLists,
+        lists: BlockLists | None,
         shape: ListShape,
         problem: AttnProblem,
         intervals: Tensor | None = None,
+        table: BlockTable | None = None,
     ) -> Plan:
-        return plan_of_lists(lists, shape, problem, intervals)
+        return plan_of_lists(lists, shape, problem, intervals, table)
 
     def forward(
         self,
@@ -175,7 +178,9 @@ class HopperKernel:
 
     def begin_plan(self, plan: Plan, problem: AttnProblem) -> None:
         is_of_lists = problem.block_map is not None
-        ahead.begin(block_map_variants() if is_of_lists else plan_variants(plan, problem))
+        ahead.begin(
+            block_map_variants(has_table(problem)) if is_of_lists else plan_variants(plan, problem)
+        )
 
     def begin_forward(
         self,

@@ -52,7 +52,7 @@ def params_of(base: Struct, has_bits: bool = False, num_words: int | None = None
 
     Args:
         base: `FORWARD` or `BACKWARD`, the fields of every such kernel.
-        has_bits: whether it reads bit blocks.
+        has_bits: whether it reads bit blocks, or blocks of its map ask.
         num_words: those of its score program, which reads bit blocks as well; None without one.
 
     Returns:
@@ -60,9 +60,11 @@ def params_of(base: Struct, has_bits: bool = False, num_words: int | None = None
     """
     room, _, name = base.name.partition("::")
     if num_words is not None:
-        fields = _addresses("bits") | _score_params(num_words)
+        fields = _addresses("bits", "table") | _score_params(num_words)
         return Struct(f"{room}::Scored{name}<{num_words}>", fields, base=base)
-    return Struct(f"{room}::Bits{name}", _addresses("bits"), base=base) if has_bits else base
+    return (
+        Struct(f"{room}::Bits{name}", _addresses("bits", "table"), base=base) if has_bits else base
+    )
 
 
 EARLY_FORWARD = Struct(
@@ -186,6 +188,14 @@ MAPPED_WALK = Struct(
     | _ints("tile_rows", "block_cols", "num_lines", "num_tiles", "num_words")
     | _ints("total_rows", "total_cols", "is_sorted"),
 )
+TABLE_WALK = Struct(
+    "TableWalk", _addresses("blocks", "places", "lines") | _ints("num_blocks", "num_words")
+)
+BLOCK_TABLE = Struct(
+    "BlockTable",
+    _addresses("listed", "beside", "cells")
+    | {"listed_strides": (LONG, 2), "beside_strides": (LONG, 2), "walks": (TABLE_WALK, 2)},
+)
 BLOCK_MAP = Struct(
     "BlockMapParams",
     {"lists": (BLOCK_LIST, 2)}
@@ -194,7 +204,7 @@ BLOCK_MAP = Struct(
     | _addresses("broken", "num_done", "counts")
     | {"flags": (ADDRESS, 3)}
     | _ints("batch", "heads", "block_rows", "block_keys", "num_q", "num_k", "list_words")
-    | {"walks": (MAPPED_WALK, 2)},
+    | {"walks": (MAPPED_WALK, 2), "table": BLOCK_TABLE},
 )
 BLOCK_LISTS = Struct(
     "BlockListsParams",

@@ -19,6 +19,7 @@ from magi_compile.functions.text import at_points, names_of_captures
 from magi_compile.masks.bits import BLOCK as BIT_BLOCK
 from magi_compile.masks.bits import FIRST_BITS
 from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
+from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.program import MaskProgram
@@ -151,6 +152,28 @@ def check_intervals(
     lo, hi = (x[:, points.entry, row] for x in (intervals.lo, intervals.hi))
     shown = ((key >= lo) & (key < hi)).any(0)
     return _checks(program, tables, symbols, points, shown, sizes.heads.q)
+
+
+def check_table(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    table: BlockTable,
+    intervals: RowIntervals | None,
+    sizes: MaskSizes,
+) -> list[MaskCheck]:
+    """The same of a block table, and of the intervals beside it, if there are some."""
+    if sizes.is_empty or not program.is_verifiable:
+        return []
+    points, heads = random_points(NUM_POINTS, sizes, table.listed.device), sizes.heads.q
+    b, h = points.entry // heads, points.entry % heads
+    place = [x.clamp(max=size - 1) for x, size in zip((b, h), table.listed.shape, strict=False)]
+    place += [table.of_queries[b, points.q].long(), table.of_keys[b, points.kv].long()]
+    shown = table.listed[tuple(place)]
+    if intervals is not None:
+        lo, hi = (x[:, b, points.q] for x in (intervals.lo, intervals.hi))
+        shown = shown & ((points.kv >= lo) & (points.kv < hi)).any(0)
+    return _checks(program, tables, symbols, points, shown, heads)
 
 
 def check_bits(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from magi_compile.functions.text import functions, parameters
 from magi_compile.masks.arguments import MAX_SEQLEN
@@ -15,6 +15,7 @@ from magi_compile.masks.expr.expr import (
     TRUE,
     Expr,
     ExprError,
+    build,
     exchanged,
     unsupported,
     without_marks,
@@ -45,6 +46,40 @@ def _within_64_bits(keys: KeySet) -> KeySet:
                 [f"a tensor is compared with {large[0]}, which 64 bits do not hold"]
             )
     return keys
+
+
+class BlockLookUp(NamedTuple):
+    """The look-up of a mask of blocks, `t0[h, t1[q], t2[kv]]`, and what is said beside it.
+
+    Attributes:
+        look_up: of a captured tensor, at one index of a query, one of a key, and others of neither.
+        q_dim: the dimension that has the index of a query.
+        k_dim: that of a key.
+        beside: the rest of the mask, which has intervals that all heads share.
+        marked: the look-up with the marks of what has to fit its dtype.
+    """
+
+    look_up: Expr
+    q_dim: int
+    k_dim: int
+    beside: MaskProgram
+    marked: Expr
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Of the indices that are neither of a query nor of a key, which may be b and h."""
+        others = [
+            index
+            for dim, index in enumerate(self.look_up.args[1:])
+            if dim not in (self.q_dim, self.k_dim)
+        ]
+        return frozenset().union(*(index.variables for index in others))
+
+
+def _conjuncts(expr: Expr) -> list[Expr]:
+    if expr.op != "and":
+        return [expr]
+    return [part for child in expr.children for part in _conjuncts(child)]
 
 
 @dataclass(frozen=True)
@@ -187,6 +222,40 @@ class MaskProgram:
     def num_symbols(self) -> int:
         """The number of captured ints that it takes."""
         return max((n.args[0] for n in self.expr.walk() if n.op == "symbol"), default=-1) + 1
+
+    @cached_property
+    def block_look_up(self) -> BlockLookUp | None:
+        """The look-up of the block of a query and that of a key together, if the mask is one, and intervals beside
+        it; None for other masks."""
+        if self.expr.reasons or self.by_keys:
+            return None
+        parts = _conjuncts(self.expr)
+        together = [x for x in parts if x.op == "table" and {"q", "kv"} <= x.variables]
+        if len(together) != 1:
+            return None
+        (look_up,) = together
+        dims = {"q": [], "kv": []}  # type: dict[str, list[int]]
+        for dim, index in enumerate(look_up.args[1:]):
+            for name in dims.keys() & index.variables:
+                dims[name].append(dim)
+                if index.variables - {"b", name}:
+                    return None
+        if any(len(found) != 1 for found in dims.values()):
+            return None
+        rest = TRUE
+        for part in parts:
+            rest = rest if part is look_up else build("and", rest, part)
+        lines = self.code.splitlines(keepends=True)
+        begin = next((i for i, x in enumerate(lines) if x.startswith("def mask(")), len(lines))
+        end = next(
+            (i for i, x in enumerate(lines) if i > begin and x.startswith("def ")), len(lines)
+        )
+        code = "".join(lines[:begin] + lines[end:])
+        beside = replace(self, expr=rest, code=code)
+        if beside.refusals or beside.differs_by_head:
+            return None
+        (q_dim,), (k_dim,) = dims["q"], dims["kv"]
+        return BlockLookUp(without_marks(look_up), q_dim, k_dim, beside, look_up)
 
     # Rows and keys
 

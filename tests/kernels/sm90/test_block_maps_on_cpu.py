@@ -14,6 +14,7 @@ from magi_compile.kernels.sm90.forward import launch as forward
 from magi_compile.kernels.sm90.planner.block_map import plan_of_lists
 from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.plan.block_map import ListShape
 from tests.kernels.support.on_a_cpu import compile_once, launching
 
@@ -33,6 +34,18 @@ CASES = {
     "causal entries": (2, 1, 2, 2, 208, 240, 64, 64, 64, 0.0, "rows", 1),
     "causal large blocks": (1, 2, 2, 1, 300, 500, 128, 128, 128, 0.0, "rows", 1),
     "two intervals, wide heads": (1, 2, 2, 1, 200, 300, 64, 64, 192, 0.0, "rows", 2),
+}
+
+
+# batch, heads of the table, of q, of keys, lengths, blocks of queries and of keys, head_dim, soft-cap, how many key
+# intervals a query sees besides, and the block size of lists beside the table.
+TABLES = {
+    "heads": (1, 4, 4, 2, 450, 500, 7, 6, 64, 0.0, 0, None),
+    "anywhere": (1, 4, 4, 2, 300, 500, 7, 6, 128, 0.0, 0, None),
+    "entries": (2, 1, 2, 2, 208, 240, 4, 5, 64, 5.0, 0, None),
+    "wide heads": (1, 2, 2, 1, 200, 300, 5, 4, 192, 0.0, 0, None),
+    "causal": (1, 2, 2, 2, 333, 400, 5, 9, 64, 0.0, 1, None),
+    "beside lists": (1, 2, 2, 2, 333, 400, 5, 9, 128, 0.0, 0, 64),
 }
 
 
@@ -122,6 +135,46 @@ def test_maps(name, passes, launches, monkeypatch):
     order = listed.int().argsort(dim=-1, descending=True, stable=True).int()
     intervals = intervals_of(shape)
     plan = plan_of_lists(BlockLists(listed.sum(-1).int(), order), shape, problem, intervals)
+    pairs = listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
+    check(plan, pairs[:, :, :seqlen_q, :seqlen_k], shape, problem, intervals, launches)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name, deterministic, launches):
+    """Blocks that begin and end anywhere."""
+    batch, of_table, heads, kv_heads, seqlen_q, seqlen_k, *of_case = TABLES[name]
+    num_q, num_k, dim, softcap, count, size = of_case
+    blocks = (size, size) if size else (128, 128)
+    shape = ListShape(batch, of_table, seqlen_q, seqlen_k, *blocks, count, num_q, num_k)
+    sizes = (heads, kv_heads, dim, dim, dim**-0.5, softcap)
+    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, *sizes, block_map=block_map_of(shape))
+    generator = torch.Generator().manual_seed(3)
+    listed = torch.rand(batch, of_table, num_q, num_k, generator=generator) < 0.4
+    listed[:, :, 1] = False
+    of_tokens = [
+        torch.randint(0, n, (batch, length), generator=generator).int()
+        for n, length in ((num_q, seqlen_q), (num_k, seqlen_k))
+    ]
+    if name != "anywhere":
+        of_tokens = [x.sort(-1).values for x in of_tokens]
+    table, lists = BlockTable(listed, *of_tokens), None
+    visible = table.pairs()
+    if size:
+        beside = listed_blocks(shape, "rows")
+        order = beside.int().argsort(dim=-1, descending=True, stable=True).int()
+        lists = BlockLists(beside.sum(-1).int(), order)
+        pairs = beside.repeat_interleave(size, 2).repeat_interleave(size, 3)
+        visible = visible & pairs[:, :, :seqlen_q, :seqlen_k]
+    intervals = intervals_of(shape)
+    plan = plan_of_lists(lists, shape, problem, intervals, table)
+    check(plan, visible, shape, problem, intervals, launches, deterministic)
+
+
+def check(plan, pairs, shape, problem, intervals, launches, deterministic=False):
+    """Forward and backward of what `pairs [batch, heads, seqlen_q, seqlen_k]` and intervals show."""
+    batch, seqlen_q, seqlen_k = shape.batch, shape.seqlen_q, shape.seqlen_k
+    heads, kv_heads, dim = problem.nheads_q, problem.nheads_kv, problem.head_dim
     generator = torch.Generator().manual_seed(1)
     q, k, v, dout = (
         torch.randn(batch * length, count, dim, generator=generator).bfloat16()
@@ -132,8 +185,7 @@ def test_maps(name, passes, launches, monkeypatch):
             (seqlen_q, heads),
         )
     )
-    pairs = listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
-    pairs = pairs[:, :, :seqlen_q, :seqlen_k].expand(batch, heads, -1, -1)
+    pairs = pairs.expand(batch, heads, -1, -1)
     visible = torch.stack([torch.block_diag(*pairs[:, h].float()) > 0 for h in range(heads)])
     if intervals is not None:
         col = torch.arange(batch * seqlen_k)
@@ -147,6 +199,7 @@ def test_maps(name, passes, launches, monkeypatch):
         assert_close(found.lse.nan_to_num(neginf=0), lse.nan_to_num(neginf=0), "lse")
         saved = Saved(q, k, v, out.bfloat16(), lse.float())
         walks = plan.k_walk, problem
-        grads = backward.backward(Grads(dout, None), saved, *walks, q_walk=plan.q_walk)
+        options = {"q_walk": plan.q_walk, "deterministic": deterministic}
+        grads = backward.backward(Grads(dout, None), saved, *walks, **options)
         for what, wanted in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert_close(getattr(grads, what), wanted, what)

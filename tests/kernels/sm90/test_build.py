@@ -58,7 +58,8 @@ def _empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MAGI_COMPILE_CACHE_DIR", str(tmp_path))
 
 
-# By entry, head_dim, lines of a block map and intervals beside it: producers have few registers for its words.
+# By entry, head_dim, lines of a block map, and intervals beside it or a table: producers have few registers for its
+# words.
 SPILLED_BYTES = {
     ("ffa_backward", "192", "1", "0"): 32,
     ("ffa_backward", "192", "2", "0"): 404,
@@ -67,6 +68,10 @@ SPILLED_BYTES = {
     ("ffa_backward", "128", "2", "1"): 40,
     ("ffa_backward", "192", "2", "1"): 400,
     ("ffa_backward", "256", "2", "1"): 36,
+    ("ffa_backward", "96", "2", "table"): 24,
+    ("ffa_backward", "128", "2", "table"): 32,
+    ("ffa_backward", "192", "2", "table"): 524,
+    ("ffa_backward", "256", "2", "table"): 24,
 }
 
 
@@ -77,6 +82,7 @@ def variant_id(variant):
     largest = "max_scores" if defines.get("FFA_HAS_MAX_SCORES") == "true" else None
     lists = f"lists{defines['FFA_MAP_LINES']}" if defines.get("FFA_MAP_LINES", "0") != "0" else None
     beside = "intervals" if defines.get("FFA_MAP_INTERVALS", "0") != "0" else None
+    beside = "table" if defines.get("FFA_MAP_TABLE") == "true" else beside
     order = "deterministic" if defines.get("FFA_IS_DETERMINISTIC") == "true" else None
     has_remote = defines.get("FFA_IS_EARLY") == "true"
     cols = defines.get("FFA_COLS", defines.get("FFA_HEAD_DIM"))
@@ -102,7 +108,7 @@ def is_slow(variant):
     if is_half or has_softcap:
         of_dims = {(True, False): ("64",), (False, True): ("128", "256"), (True, True): ()}
         return not (is_largest and head_dim in of_dims[is_half, has_softcap])
-    asks = defines.get("FFA_MAP_INTERVALS", "0") != "0"
+    asks = defines.get("FFA_MAP_INTERVALS", "0") != "0" or defines.get("FFA_MAP_TABLE") == "true"
     return (head_dim == "96" and not is_largest) or (asks and head_dim in ("64", "96"))
 
 
@@ -126,6 +132,8 @@ def test_compiles_without_spills(variant):
     defines = dict(variant.defines)
     names = ("FFA_HEAD_DIM", "FFA_MAP_LINES", "FFA_MAP_INTERVALS")
     place = (variant.entry, *map(defines.get, names))
+    if defines.get("FFA_MAP_TABLE") == "true":
+        place = (*place[:3], "table")
     assert resources.spilled_bytes <= SPILLED_BYTES.get(place, 0)
     assert not resources.is_wgmma_serialized
 
@@ -172,7 +180,7 @@ def test_a_warm_up_of_some():
     assert set(some) < set(VARIANTS)
     common = warm_up.variants(warm_up.COMMON_HEAD_DIMS, (torch.bfloat16,), ())
     assert len(list(common)) == 28
-    assert len(VARIANTS) == len(set(VARIANTS)) == 296
+    assert len(VARIANTS) == len(set(VARIANTS)) == 319
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")

@@ -53,6 +53,15 @@ void for_each_of_warp(int count, Body body) {
     for_each(count, body);
 }
 
+template <class Flag>
+unsigned word_of_warp(Flag flag) {
+    unsigned word = 0;
+    for (int i = 31; i >= 0; --i) {
+        word |= static_cast<unsigned>(flag(i)) << i;
+    }
+    return word;
+}
+
 template <int kPerLane>
 class Workers {
 public:

@@ -23,6 +23,8 @@ struct TableGradientsConfig {
     static constexpr bool kHasBits = kHasBits_;   // a run may be of a bit block
     static constexpr int kMapLines = 0;           // no run is of a block map
     static constexpr int kMapIntervals = 0;
+    static constexpr bool kMapTable = false;
+    static constexpr bool kMapAsks = false;
     using Score = Score_;   // made from a score program
 
     static constexpr int kWarpgroup = 128;

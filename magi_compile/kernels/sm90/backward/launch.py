@@ -16,10 +16,17 @@ from magi_compile.kernels.heuristics import (
     backward_config,
     backward_passes,
     backward_sections,
+    has_table,
     map_intervals,
     map_passes,
+    may_ask,
 )
-from magi_compile.kernels.mapped import intervals_offset, shape_of_lists_in, walk_shapes
+from magi_compile.kernels.mapped import (
+    intervals_offset,
+    shape_of_lists_in,
+    table_offset,
+    walk_shapes,
+)
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.sm90.backward.order import turns_of_tiles
 from magi_compile.kernels.sm90.backward.variants import (
@@ -244,15 +251,17 @@ class _Pass:
         dtype, cols = problem.dtype, config.block_cols
         rows = config.tile_rows // config.num_ctas
         score = shape.score
-        asks = map_intervals(problem) > 0
+        asks = may_ask(problem)
         num_words = None if score is None else len(score.words) + 1
         struct = params_of(BACKWARD, problem.has_bits or asks, num_words)
         fields: dict[str, Any] = {}
         if problem.has_bits or asks or score is not None:
-            fields["bits"] = Pointer(_BITS) if problem.has_bits else None
-        if asks:
-            offset = intervals_offset(problem, shape.total_q, of_k[0][0])
-            fields["bits"] = Pointer(_TURNS, offset)
+            fields |= {"bits": Pointer(_BITS) if problem.has_bits else None, "table": None}
+        totals = shape.total_q, of_k[0][0]
+        if map_intervals(problem) > 0:
+            fields["bits"] = Pointer(_TURNS, intervals_offset(problem, *totals))
+        if has_table(problem):
+            fields["table"] = Pointer(_EDGES, table_offset(problem, *totals, by_keys=True))
         if score is not None:
             fields["score"] = score.fields
         params = struct.pack(

@@ -12,10 +12,12 @@ from magi_compile.kernels.heuristics import (
     BACKWARD_ROWS,
     BackwardConfig,
     backward_config,
+    has_table,
     hopper_head_dim,
     is_between_hopper_head_dims,
     map_intervals,
     map_lines,
+    may_ask,
 )
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, score_defines, score_headers
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
@@ -54,6 +56,7 @@ def backward_variants(
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_MAP_LINES": map_lines(problem).k,
         "FFA_MAP_INTERVALS": map_intervals(problem),
+        "FFA_MAP_TABLE": str(has_table(problem)).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
         "FFA_ROUNDS_DQ": str(rounds_dq(config, deterministic)).lower(),
         **score_defines(score),
@@ -61,7 +64,7 @@ def backward_variants(
     main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
     # Beside a soft-cap, and in the producer of a cluster, there are few registers for the words of a block map, and for
     # those of blocks that ask everywhere.
-    is_short = config.num_ctas > 1 or problem.softcap or map_intervals(problem)
+    is_short = config.num_ctas > 1 or problem.softcap or may_ask(problem)
     has_words = problem.block_map is not None and bool(is_short)
     may_spill = score is not None or has_words or is_between_hopper_head_dims(problem)
     return (

@@ -13,12 +13,14 @@ from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_like, o
 from magi_compile.kernels.heuristics import (
     ForwardConfig,
     forward_config,
+    has_table,
     heads_per_section,
     is_between_hopper_head_dims,
     map_intervals,
     map_lines,
+    may_ask,
 )
-from magi_compile.kernels.mapped import intervals_offset
+from magi_compile.kernels.mapped import intervals_offset, table_offset
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.sm90.params import FORWARD, params_of
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
@@ -82,6 +84,7 @@ def forward_variant(
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_MAP_LINES": map_lines(problem).q,
         "FFA_MAP_INTERVALS": map_intervals(problem),
+        "FFA_MAP_TABLE": str(has_table(problem)).lower(),
         "FFA_HAS_REMOTE_KEYS": str(is_early or config.always_takes_remote_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
         "FFA_HAS_MAX_SCORES": str(problem.has_max_scores).lower(),
@@ -263,14 +266,16 @@ def forward_launch(
         "tiles": fields.pop("tiles"),
         "ticket": Pointer(ticket) if has_ticket else None,
     }
-    asks = map_intervals(problem) > 0
+    asks = may_ask(problem)
     num_words = None if score is None else len(score.words) + 1
     struct = params_of(FORWARD, problem.has_bits or asks, num_words)
     if problem.has_bits or asks or score is not None:
-        fields["bits"] = Pointer(BITS) if problem.has_bits else None
-    if asks:
-        totals = (x[0][0] for x in layouts[:2])
+        fields |= {"bits": Pointer(BITS) if problem.has_bits else None, "table": None}
+    totals = [x[0][0] for x in layouts[:2]]
+    if map_intervals(problem) > 0:
         fields["bits"] = Pointer(EDGES, intervals_offset(problem, *totals))
+    if has_table(problem):
+        fields["table"] = Pointer(EDGES, table_offset(problem, *totals, by_keys=False))
     if score is not None:
         fields["score"] = score.fields
     params = struct.pack(

@@ -13,6 +13,7 @@ from magi_compile.kernels.mapped import block_map_of, walk_shapes
 from magi_compile.kernels.sm90.planner import block_map as planner
 from magi_compile.kernels.sm90.planner.block_map import plan_of_lists
 from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.plan.block_map import ListShape
 from tests.kernels.support import idle_driver
 from tests.kernels.support.cpp import compile_library
@@ -27,6 +28,17 @@ extern "C" void lists(const char* params, int num_blocks) {
         ffa::ListReader(params_of(params), reinterpret_cast<unsigned*>(memory)).run();
     }
 }
+extern "C" void table(const char* params, int num_blocks) {
+    for (blockIdx.x = num_blocks - 1; blockIdx.x >= 0; --blockIdx.x) {
+        ffa::TableReader(params_of(params)).run();
+    }
+}
+extern "C" void cells(const char* params, int num_blocks) {
+    for (blockIdx.x = num_blocks - 1; blockIdx.x >= 0; --blockIdx.x) {
+        ffa::CellWriter(params_of(params), memory).run();
+    }
+}
+extern "C" void lines(const char* params, int) { ffa::LineWriter(params_of(params)).run(); }
 extern "C" void tiles(const char* params, int num_blocks) {
     for (blockIdx.x = 0; blockIdx.x < num_blocks; ++blockIdx.x) {
         bool is_last;
@@ -123,7 +135,8 @@ def on_host(on_host_kernels, monkeypatch):
     """The kernels run on this CPU."""
 
     def launch(variant, grid, block, params, stream, options):
-        run = on_host_kernels.lists if variant.entry == "ffa_block_map" else on_host_kernels.tiles
+        name = variant.entry.removeprefix("ffa_block_").split("_")[-1]
+        run = getattr(on_host_kernels, "lists" if name == "map" else name)
         run((ctypes.c_char * len(params)).from_buffer_copy(params), grid)
 
     idle_driver.fake_hopper(
@@ -137,10 +150,10 @@ def on_host(on_host_kernels, monkeypatch):
     idle_driver.clear_caches()
 
 
-def by_kernels(lists, shape, problem, intervals=None):
+def by_kernels(lists, shape, problem, intervals=None, table=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_is_on_gpu", lambda *_: True)
-        return plan_of_lists(lists, shape, problem, intervals)
+        return plan_of_lists(lists, shape, problem, intervals, table)
 
 
 def assert_same(actual, expected, shapes):
@@ -154,10 +167,15 @@ def assert_same(actual, expected, shapes):
         torch.testing.assert_close(x.tiles, y.tiles, rtol=0, atol=0)
         torch.testing.assert_close(x.runs, y.runs, rtol=0, atol=0)
         kinds = [slice(0, num_words)]
-        if lists.intervals:
+        if lists.may_ask:
             count = 0 if shape.is_by_keys else 2 * lists.intervals * lists.batch * lists.seqlen_q
             asks = slice(num_words, num_words + num_words // shape.num_lines)
             kinds += [asks, slice(shape.first_interval, shape.first_interval + count)]
+        if lists.has_table:
+            ways = slice(shape.first_table, shape.first_table + lists.batch * shape.rows)
+            num_lines = lists.heads * lists.batch * shape.num_blocks
+            end = shape.first_line + num_lines * shape.words_of_line
+            kinds += [ways, slice(shape.first_line, end)]
         for kind in kinds:
             words = (walk.edges.flatten()[kind] for walk in (x, y))
             torch.testing.assert_close(*words, rtol=0, atol=0)
@@ -184,6 +202,89 @@ def test_the_source_on_the_host_beside_intervals(name, kind, on_host):
     planner.raise_pending()
 
 
+# batch, heads, seqlen_q, seqlen_k, blocks of queries and of keys.
+TABLES = {
+    "one block": (1, 1, 64, 64, 1, 1),
+    "small": (1, 1, 640, 640, 9, 7),
+    "heads": (1, 4, 640, 700, 5, 20),
+    "entries": (3, 2, 320, 208, 4, 6),
+    "ragged": (1, 2, 700, 1001, 8, 9),
+    "many": (1, 2, 5000, 300, 130, 4),
+    "far": (1, 1, 100, 4300, 3, 40),
+}
+ORDERS = ("in order", "anywhere")
+
+
+def table_of(shape, order="in order", seed=0, density=0.3):
+    """Blocks that begin and end anywhere, in order, or of queries and keys that lie anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = shape.batch, shape.heads, shape.table_q, shape.table_k
+    listed = torch.rand(sizes, generator=generator) < density
+    listed[..., 0, :] = True
+    blocks = [
+        torch.randint(0, count, (shape.batch, length), generator=generator).int()
+        for count, length in ((shape.table_q, shape.seqlen_q), (shape.table_k, shape.seqlen_k))
+    ]
+    if order == "in order":
+        blocks = [x.sort(-1).values for x in blocks]
+    return BlockTable(listed, *blocks)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_on_the_host(name, head_dim, order, on_host):
+    *sizes, num_q, num_k = TABLES[name]
+    shape = ListShape(*sizes, 64, 64, 0, num_q, num_k)
+    problem, table = problem_of(shape, head_dim), table_of(shape, order)
+    plan = by_kernels(None, shape, problem, table=table)
+    assert plan.block_map == problem.block_map
+    expected = plan_of_lists(None, shape, problem, table=table)
+    assert_same(plan, expected, walk_shapes(shape, problem))
+
+
+@pytest.mark.parametrize("kind", [None, *INTERVALS])
+@pytest.mark.parametrize("name", ["heads", "entries", "ragged"])
+def test_tables_on_the_host_beside_lists_and_intervals(name, kind, on_host):
+    *sizes, num_q, num_k = TABLES[name]
+    count = {None: 0, "two": 2}.get(kind, 1)
+    shape = ListShape(*sizes, 64, 128, count, num_q, num_k)
+    intervals = intervals_of(shape, kind) if kind else None
+    problem, table = problem_of(shape), table_of(shape, density=0.7)
+    lists = lists_of(listed_of(shape, density=0.6), full_share=0)
+    plan = by_kernels(lists, shape, problem, intervals, table)
+    expected = plan_of_lists(lists, shape, problem, intervals, table)
+    assert_same(plan, expected, walk_shapes(shape, problem))
+    planner.raise_pending()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_lists_of_odd_blocks_are_tables(beside, on_host):
+    shape = ListShape(2, 2, 320, 208, 48, 80, int(beside), 7, 3)
+    lists = lists_of(listed_of(shape), full_share=0.5 if not beside else 0)
+    intervals = intervals_of(shape, "causal") if beside else None
+    problem = problem_of(shape)
+    plan = by_kernels(lists, shape, problem, intervals)
+    expected = plan_of_lists(lists, shape, problem, intervals)
+    assert_same(plan, expected, walk_shapes(shape, problem))
+
+
+def test_a_full_block_that_a_table_hides_something_of(on_host):
+    shape = ListShape(1, 1, 256, 256, 128, 128, 0, 2, 2)
+    blocks = (torch.arange(256) // 128).int()[None]
+    listed = torch.tensor([[True, False], [False, True]])[None, None]
+    counts = torch.ones(1, 1, 2, dtype=torch.int32)
+    indices = torch.tensor([[0, 1], [1, 0]]).int()[None, None]
+    lists = BlockLists(counts * 0, indices, counts, indices)
+    by_kernels(lists, shape, problem_of(shape), table=BlockTable(listed, blocks, blocks))
+    planner.raise_pending()
+    blocks = blocks.clone()
+    blocks[:, 200] = 0
+    by_kernels(lists, shape, problem_of(shape), table=BlockTable(listed, blocks, blocks))
+    with pytest.raises(MaskDataError, match="it hides some in kv block 1 of q block 1 of head 0"):
+        planner.raise_pending()
+
+
 def visits_of(walk, shape):
     """Which blocks of columns each line of rows sees, bool `[heads, batch, lines of an entry, blocks]`."""
     lists = shape.lists
@@ -206,8 +307,24 @@ def test_both_walks_visit_the_same(name, kind, head_dim):
         begin, end = ((first + row + x).clamp(max=first + shape.seqlen_k) for x in (-64, 1))
         intervals = torch.stack([begin.maximum(first), end], -1)[:, None].int()
     problem, lists = problem_of(shape, head_dim), lists_of(listed_of(shape, density=0.8))
+    assert_same_visits(plan_of_lists(lists, shape, problem, intervals), shape, problem)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", [None, *INTERVALS])
+@pytest.mark.parametrize("name", TABLES)
+def test_both_walks_of_a_table_visit_the_same(name, kind, head_dim, order):
+    *sizes, num_q, num_k = TABLES[name]
+    count = {None: 0, "two": 2}.get(kind, 1)
+    shape = ListShape(*sizes, 64, 64, count, num_q, num_k)
+    intervals = intervals_of(shape, kind) if kind else None
+    problem, table = problem_of(shape, head_dim), table_of(shape, order, density=0.1)
+    assert_same_visits(plan_of_lists(None, shape, problem, intervals, table), shape, problem)
+
+
+def assert_same_visits(plan, shape, problem):
     by_queries, by_keys = walk_shapes(shape, problem)
-    plan = plan_of_lists(lists, shape, problem, intervals)
     of_queries, of_keys = visits_of(plan.q_walk, by_queries), visits_of(plan.k_walk, by_keys)
     seen = of_keys.unflatten(2, (by_keys.num_tiles, by_keys.num_lines)).any(3)
     told = of_queries.unflatten(3, (-1, by_keys.tile_rows // by_queries.block_cols)).any(4)

@@ -1,0 +1,222 @@
+"""Masks that look up blocks of queries and keys, and lists of odd blocks: by a table where a kernel walks maps, which
+runs on threads of a CPU here."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile import MaskDataError
+from magi_compile.kernels import select
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
+from magi_compile.lowering import masks
+from magi_compile.lowering.flex import lower_flex_attention
+from magi_compile.lowering.options import LoweringOptions
+from magi_compile.lowering.report import LoweringReport
+from magi_compile.ops import library
+from tests.kernels.support.on_a_cpu import compile_once, launching
+
+BATCH, HEADS, HEADS_KV, LENGTH_Q, LENGTH_K, DIM = 1, 4, 2, 300, 330, 64
+NUM_Q, NUM_K = 6, 7
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return compile_once(tmp_path_factory)
+
+
+@pytest.fixture
+def hopper(compiled, monkeypatch):
+    """CPU tensors are those of a Hopper GPU for whoever chooses a way; `notes` are those of decisions."""
+
+    def launch(function, grid, block, params, stream, options):
+        num_sms = 4 if options.shared_bytes == SHARED_BYTES else 1
+        function(grid, min(block, 512), params, num_sms, 0, options.cluster or 1)
+
+    def problem_on(device, dtype, heads, softmax_scale, softcap=0.0):
+        return AttnProblem("cuda", (9, 0), dtype, *heads, softmax_scale, softcap)
+
+    for module in (select, library):
+        monkeypatch.setattr(module, "problem_on", problem_on)
+    monkeypatch.setattr(masks.MaskOfCall, "is_on_cpu", False)
+    library.chosen_for.cache_clear()
+    found = SimpleNamespace(notes=[])
+
+    def backend(gm, example_inputs):
+        report = LoweringReport()
+        lower_flex_attention(gm, LoweringOptions(strict=True), report)
+        found.notes += [note for decision in report.decisions for note in decision.notes]
+        found.targets = [str(node.target) for node in gm.graph.nodes]
+        return gm
+
+    found.backend = backend
+    with launching(monkeypatch, compiled, 4, launch):
+        yield found
+    library.chosen_for.cache_clear()
+
+
+def blocks(seed=0, length_q=LENGTH_Q, length_k=LENGTH_K, heads=HEADS_KV):
+    """Which blocks see each other, and the block of each query and of each key."""
+    generator = torch.Generator().manual_seed(seed)
+    listed = torch.rand(heads, NUM_Q, NUM_K, generator=generator) < 0.4
+    of_tokens = [
+        torch.randint(0, n, (length,), generator=generator).sort().values
+        for n, length in ((NUM_Q, length_q), (NUM_K, length_k))
+    ]
+    return listed, *of_tokens
+
+
+def inputs(length_q=LENGTH_Q, length_k=LENGTH_K, batch=BATCH):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((HEADS, length_q), (HEADS_KV, length_k), (HEADS_KV, length_k))
+    return [torch.randn(batch, *x, DIM, generator=generator).bfloat16() for x in shapes]
+
+
+def dense(q, k, v, visible):
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(HEADS // HEADS_KV, 1) for x in (k, v))
+    scores = (q @ k.mT * DIM**-0.5).masked_fill(~visible, -torch.inf)
+    return torch.nan_to_num(scores.softmax(-1)) @ v
+
+
+def assert_close(found, wanted):
+    torch.testing.assert_close(found.double(), wanted, atol=0.02, rtol=0.02)
+
+
+GROUP = HEADS // HEADS_KV
+
+
+def by_heads(listed, of_q, of_k):
+    return lambda b, h, q, kv: listed[h // GROUP, of_q[q], of_k[kv]]
+
+
+def causal(listed, of_q, of_k):
+    return lambda b, h, q, kv: (kv <= q) & listed[h // GROUP][of_q[q], of_k[kv]]
+
+
+def of_one(listed, of_q, of_k):
+    return lambda b, h, q, kv: listed[0, of_q[q], of_k[kv]]
+
+
+def even(listed, of_q, of_k):
+    return lambda b, h, q, kv: listed[h // GROUP, q // 56, kv // 48]
+
+
+MODS = {f.__name__: f for f in (by_heads, causal, of_one, even)}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_mask_mods_of_blocks(name, hopper):
+    """Made in the graph; with other blocks in every call, which compile nothing."""
+
+    def attend(q, k, v, listed, of_q, of_k):
+        mask_mod = MODS[name](listed, of_q, of_k)
+        mask = create_block_mask(mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    torch._dynamo.reset()
+    step, (q, k, v) = torch.compile(attend, backend=hopper.backend, fullgraph=True), inputs()
+    for seed in range(2):
+        given = blocks(seed)
+        visible = create_mask(MODS[name](*given), BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+        assert_close(step(q, k, v, *given), dense(q, k, v, visible))
+    heads = "all heads" if name == "of_one" else "each of 4 heads"
+    assert len(hopper.notes) == 1
+    assert hopper.notes[0].startswith(f"by the block table of {heads}, 6 x 7 blocks")
+    assert ("one key interval" in hopper.notes[0]) == (name == "causal")
+
+
+@pytest.mark.parametrize("name", ["by_heads", "causal"])
+def test_a_block_mask_from_outside(name, hopper):
+    """What its lists leave out is not seen."""
+    given = blocks()
+    mask = create_block_mask(
+        MODS[name](*given), BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu", BLOCK_SIZE=64
+    )
+    visible = create_mask(mask.mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+    q, k, v = inputs()
+
+    def attend(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    torch._dynamo.reset()
+    step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
+    assert_close(step(q, k, v, mask), dense(q, k, v, visible))
+    fewer = mask.kv_num_blocks.clone()
+    fewer[:, :, 2] = 0
+    rest = (mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    sizes = {"BLOCK_SIZE": 64, "seq_lengths": (LENGTH_Q, LENGTH_K), "mask_mod": mask.mask_mod}
+    cut = BlockMask.from_kv_blocks(fewer, *rest, **sizes)
+    is_full = torch.zeros(BATCH, HEADS, 6, dtype=torch.bool)
+    is_full = mask.full_kv_num_blocks[:, :, 2] > 0
+    if not is_full.any():
+        visible[:, :, 128:192] = False
+        assert_close(step(q, k, v, cut), dense(q, k, v, visible))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lists_of_odd_blocks(is_causal, hopper):
+    rows, keys = 48, 80
+    generator = torch.Generator().manual_seed(0)
+    num_q, num_k = -(-LENGTH_Q // rows), -(-LENGTH_K // keys)
+    listed = torch.rand(BATCH, HEADS, num_q, num_k, generator=generator) < 0.5
+    indices = listed.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    def below(b, h, q, kv):
+        return kv <= q
+
+    def attend(q, k, v, counts, indices):
+        mask = BlockMask.from_kv_blocks(
+            *(counts, indices),
+            BLOCK_SIZE=(rows, keys),
+            mask_mod=below if is_causal else None,
+            seq_lengths=(LENGTH_Q, LENGTH_K),
+            compute_q_blocks=False,
+        )
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    visible = listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
+    visible = visible[:, :, :LENGTH_Q, :LENGTH_K]
+    if is_causal:
+        visible = visible.tril()
+    torch._dynamo.reset()
+    step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
+    q, k, v = inputs()
+    found = step(q, k, v, listed.sum(-1).int(), indices)
+    assert_close(found, dense(q, k, v, visible))
+    assert hopper.notes[0].startswith("by the block lists of each of 4 heads, blocks of 48 x 80")
+
+
+def test_an_index_that_is_no_block(hopper):
+    def attend(q, k, v, listed, of_q, of_k):
+        one = torch.ones(1, 1, 1, dtype=torch.int32)
+        mask = BlockMask.from_kv_blocks(
+            *(one, 0 * one[..., None]),
+            BLOCK_SIZE=384,
+            mask_mod=by_heads(listed, of_q, of_k),
+            seq_lengths=(LENGTH_Q, LENGTH_K),
+            compute_q_blocks=False,
+        )
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    torch._dynamo.reset()
+    step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
+    (q, k, v), (listed, of_q, of_k) = inputs(), blocks()
+    visible = by_heads(listed, of_q, of_k)
+    visible = create_mask(visible, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+    assert_close(step(q, k, v, listed, of_q, of_k), dense(q, k, v, visible))
+    of_k = of_k.clone()
+    of_k[5] = NUM_K
+    with pytest.raises(
+        MaskDataError, match=r"entries in \[-7, 7\), but it looks up 7 at position 5"
+    ):
+        step(q, k, v, listed, of_q, of_k)
