@@ -74,6 +74,9 @@ def rows(
             elif ranks > torch.cuda.device_count():
                 reason = f"needs {ranks} GPUs, found {torch.cuda.device_count()}"
                 outcome = {"status": "unsupported", "reason": reason}
+            elif attention == "varlen" and ranks > 1:
+                reason = "torchtitan 0.3 has no context parallelism for varlen"
+                outcome = {"status": "unsupported", "reason": reason}
             elif left_s() <= 0:
                 reason = f"not begun: no time left of {settings.seconds:g} s"
                 outcome = {"status": "timeout", "reason": reason}
