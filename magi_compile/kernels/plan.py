@@ -179,7 +179,10 @@ def unpack(packed: Sequence[Tensor]) -> Plan:
     if not packed:
         return Plan()
     memory, shape, *others = packed
-    tiles, places, block_map = _read(tuple(shape.shape))
+    try:
+        tiles, places, block_map = _read(tuple(shape.shape))
+    except TypeError:  # SymInts, which have no hash
+        tiles, places, block_map = _read.__wrapped__(tuple(shape.shape))
     if tiles is None:
         pieces = None if others else memory.as_strided(*places[-1])
         return Plan(pieces=pieces, others=tuple(others), packed=tuple(packed))

@@ -21,6 +21,7 @@ from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.lowering import masks
 from magi_compile.lowering.flex import lower_flex_attention
 from magi_compile.lowering.options import LoweringOptions
+from magi_compile.lowering.prologue import split_off
 from magi_compile.lowering.report import LoweringReport
 from magi_compile.ops import library
 from tests.kernels.support.on_a_cpu import compile_once, launching
@@ -55,8 +56,9 @@ def hopper(compiled, monkeypatch):
         report = LoweringReport()
         lower_flex_attention(gm, LoweringOptions(strict=True), report)
         found.notes += [note for decision in report.decisions for note in decision.notes]
-        found.targets = [str(node.target) for node in gm.graph.nodes]
-        return gm
+        split = split_off(gm, example_inputs)
+        found.targets = [str(node.target) for node in split.graph.graph.nodes]
+        return split.wrap(split.graph)
 
     found.backend = backend
     with launching(monkeypatch, compiled, 4, launch):
@@ -151,16 +153,15 @@ def test_a_block_mask_from_outside(name, hopper):
     torch._dynamo.reset()
     step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
     assert_close(step(q, k, v, mask), dense(q, k, v, visible))
+    assert not any("mask_table" in x or "plan_lists" in x for x in hopper.targets)  # derived once
     fewer = mask.kv_num_blocks.clone()
     fewer[:, :, 2] = 0
     rest = (mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
     sizes = {"BLOCK_SIZE": 64, "seq_lengths": (LENGTH_Q, LENGTH_K), "mask_mod": mask.mask_mod}
     cut = BlockMask.from_kv_blocks(fewer, *rest, **sizes)
-    is_full = torch.zeros(BATCH, HEADS, 6, dtype=torch.bool)
-    is_full = mask.full_kv_num_blocks[:, :, 2] > 0
-    if not is_full.any():
-        visible[:, :, 128:192] = False
-        assert_close(step(q, k, v, cut), dense(q, k, v, visible))
+    assert not (mask.full_kv_num_blocks[:, :, 2] > 0).any()
+    visible[:, :, 128:192] = False
+    assert_close(step(q, k, v, cut), dense(q, k, v, visible))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -220,3 +221,40 @@ def test_an_index_that_is_no_block(hopper):
         MaskDataError, match=r"entries in \[-7, 7\), but it looks up 7 at position 5"
     ):
         step(q, k, v, listed, of_q, of_k)
+
+
+def test_even_lists_in_graphs_of_any_lengths(hopper):
+    def attend(q, k, v, counts, indices):
+        mask = BlockMask.from_kv_blocks(
+            *(counts, indices),
+            BLOCK_SIZE=64,
+            seq_lengths=(q.shape[2], k.shape[2]),
+            compute_q_blocks=False,
+        )
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    torch._dynamo.reset()
+    step, (q, k, v) = torch.compile(attend, backend=hopper.backend, dynamic=True), inputs()
+    listed = torch.rand(1, HEADS, 5, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+    order = listed.int().argsort(dim=-1, descending=True, stable=True).int()
+    visible = listed.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :LENGTH_Q, :LENGTH_K]
+    assert_close(step(q, k, v, listed.sum(-1).int(), order), dense(q, k, v, visible))
+
+
+def test_graphs_of_any_lengths(hopper):
+    """Of queries, keys and blocks."""
+
+    def attend(q, k, v, listed, of_q, of_k):
+        mask_mod = by_heads(listed, of_q, of_k)
+        sizes = BATCH, HEADS, q.shape[2], k.shape[2]
+        mask = create_block_mask(mask_mod, *sizes, device="cpu")
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    torch._dynamo.reset()
+    step = torch.compile(attend, backend=hopper.backend, fullgraph=True, dynamic=True)
+    for seed, lengths in enumerate([(300, 330), (280, 350)]):
+        given = blocks(seed, *lengths)
+        visible = create_mask(by_heads(*given), BATCH, HEADS, *lengths, device="cpu")
+        q, k, v = inputs(*lengths)
+        assert_close(step(q, k, v, *given), dense(q, k, v, visible))
+    assert len(hopper.notes) == 1

@@ -176,10 +176,14 @@ public:
     using Asked = Maybe<Config::kMapTable, SeenByRows<Config::kBlockCols>>;
 
     // Of a block that asks, to one half of the rows; the rest as for `mask`.
-    __device__ __forceinline__ auto look_up(int slot, int mask_row, int row, int half) const {
-        const Block& block = smem_.blocks[slot];
-        return look_up_columns<Config::kBlockCols>(params_.table, mask_row + row + lane_ / 4 + 8 * half,
-                                                   block.key_end(), block.word());
+    __device__ __forceinline__ SeenColumns<Config::kBlockCols> look_up(int slot, int mask_row, int row,
+                                                                       int half) const {
+        if constexpr (Config::kMapTable) {
+            const Block& block = smem_.blocks[slot];
+            return look_up_columns<Config::kBlockCols>(params_.table, mask_row + row + lane_ / 4 + 8 * half,
+                                                       block.key_end(), block.word());
+        }
+        return {};
     }
 
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
@@ -502,19 +506,19 @@ private:
         matmuls_.issue_scores(scores, matmuls_.keys(smem_.k[0] + first_key(), 0), block_.slot);
         meanwhile();
         const int mask_row = smem_.blocks[block_.slot].mask_row;
-        const int row = gradients_.row_in_tile();
         typename ScoreMath<Config>::Asked ahead;
         if constexpr (kLooksUpAhead) {
             if (__any_sync(0xffffffff, mask_row != kNoMask)) {
-                ahead.of_rows[0] = math_.look_up(block_.slot, mask_row, row, 0);
-                ahead.of_rows[1] = math_.look_up(block_.slot, mask_row, row, 1);
+                ahead.of_rows[0] = math_.look_up(block_.slot, mask_row, gradients_.row_in_tile(), 0);
+                ahead.of_rows[1] = math_.look_up(block_.slot, mask_row, gradients_.row_in_tile(), 1);
             }
         }
         const auto mask = [&] {
             if constexpr (kLooksUpAhead) {
-                math_.mask(scores, block_.slot, mask_row, row, [&](int half) { return ahead.of_rows[half]; });
+                math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile(),
+                           [&](int half) { return ahead.of_rows[half]; });
             } else {
-                math_.mask(scores, block_.slot, mask_row, row);
+                math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
             }
         };
         if constexpr (Config::kHasScore) {
