@@ -9,7 +9,7 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -136,6 +136,7 @@ class DevicePlan:
     bits: Tensor | None = None  # the blocks of bits of all stages
     entries: Entries = ONE_ENTRY
     is_exact: bool = True  # neither blocks of bits nor entries with masks of their own
+    is_relayed: bool = False  # routes have legs
     calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # as the ops keep them
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
@@ -357,6 +358,8 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
         position += torch.Size(shape).numel()
         return data[begin:position].view(shape)
 
+    num_hosts, is_relayed = take_counts(2)
+    hosts = tuple(take_counts(num_hosts)) or None
     num_blocks, *of_entries = take_counts(3)
     entries = Entries(*of_entries)
     bits = take(num_blocks, BLOCK, WORDS) if num_blocks >= 0 else None
@@ -369,6 +372,11 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     )
     assert queries is not None
 
+    def route() -> Route:
+        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
+        host = num_runs + rest + take_counts(4 * sum(num_runs))
+        return Route.unpack(host, take(sum(num_runs), 4), cp_size, hosts)
+
     def stage() -> DeviceStage:
         is_local, num_slices, seqlen_k = take_counts(3)
         ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
@@ -376,9 +384,10 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
         entry = take(num_slices) if entries.number > 1 else None
         if is_local:
             return DeviceStage(slices, None, entry)
-        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
-        host = num_runs + rest + take_counts(4 * sum(num_runs))
-        return DeviceStage(slices, Route.unpack(host, take(sum(num_runs), 4), cp_size), entry)
+        of_stage = route()
+        if is_relayed:
+            of_stage = replace(of_stage, legs=(route(), route()))
+        return DeviceStage(slices, of_stage, entry)
 
     stages = [stage() for _ in range(num_forward + num_backward)]
     forward, backward = stages[:num_forward], stages[num_forward:]
@@ -389,4 +398,5 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     sizes_of = (digest, rank, cp_size, rows, key_rows)
     where = (queries, queries if keys is None else keys)
     is_exact = bits is None and entries.number == 1
-    return DevicePlan(*sizes_of, forward, backward, merged, *where, bits, entries, is_exact)
+    passes = (forward, backward, merged)
+    return DevicePlan(*sizes_of, *passes, *where, bits, entries, is_exact, bool(is_relayed))

@@ -33,6 +33,10 @@ class PlanExplanation:
         local_area: those of them whose key is on the same rank.
         received_rows: key rows of others that each rank receives, in a forward pass and again in a backward pass.
         sent_rows: key rows that each rank sends, once for each rank that receives them.
+        hosts: the host of each rank; None where all are on one.
+        is_relayed: whether rows cross hosts once for each host, and are handed on there.
+        crossing_rows: key rows that cross hosts in a pass, of all ranks; gradients of as many come back.
+        crossing_rows_apart: the same if every rank got them from where they are held.
         mask: how this rank has the mask, in words: slices, blocks of bits, and whose masks they are.
         forward: how a forward pass goes on, in words.
         backward: the same of a backward pass.
@@ -52,6 +56,10 @@ class PlanExplanation:
     local_area: tuple[int, ...]
     received_rows: tuple[int, ...]
     sent_rows: tuple[int, ...]
+    hosts: tuple[int, ...] | None
+    is_relayed: bool
+    crossing_rows: int
+    crossing_rows_apart: int
     mask: str
     forward: str
     backward: str
@@ -95,6 +103,7 @@ class PlanExplanation:
                 f"receives  {mean:,.0f} rows of keys a rank, at most {max(self.received_rows):,}, rank {self.rank} "
                 f"{self.received_rows[self.rank]:,}; an all-gather {self.gathered_rows:,} ({mean / gathered:.1%})",
                 f"sends     at most {max(self.sent_rows):,} rows, rank {self.rank} {self.sent_rows[self.rank]:,}",
+                *self._hosts_in_words(),
                 f"forward   {self.forward}",
                 f"          predicted: {times[0]}",
                 f"backward  {self.backward}",
@@ -102,11 +111,31 @@ class PlanExplanation:
             ]
         )
 
+    def _hosts_in_words(self) -> list[str]:
+        if self.hosts is None:
+            return []
+        apart, crossing = self.crossing_rows_apart, self.crossing_rows
+        words = (
+            f"{apart:,} rows of keys cross between them in a pass, one for each rank that needs it"
+        )
+        if self.is_relayed:
+            words = (
+                f"{crossing:,} rows of keys cross between them in a pass, one for each host, and are handed on "
+                f"there; one for each rank would be {apart:,} ({crossing / max(apart, 1):.1%})"
+            )
+        return [f"hosts     {len({*self.hosts})}; {words}"]
+
 
 def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
     """Explains `plan` for all ranks, by the rates `cost`."""
     where = plan.dispatch
-    loads = StageLoads.of(RankRows.of(where))
+    host = None if plan.hosts is None else torch.tensor(plan.hosts, device="cpu")
+    loads = StageLoads.of(RankRows.of(where), host)
+    apart = 0 if loads.hops is None else loads.hops[0].crossing
+    if plan.is_relayed:
+        assert loads.relayed is not None
+        loads = loads.relayed
+    crossing = 0 if loads.hops is None else loads.hops[0].crossing
     degrees = [_degree_of(stages) for stages in (plan.forward, plan.backward)]
     if plan.forward_is_early:
         forward = early_seconds(loads, cost)
@@ -128,6 +157,10 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         local_area=local,
         received_rows=received,
         sent_rows=sent,
+        hosts=plan.hosts,
+        is_relayed=plan.is_relayed,
+        crossing_rows=crossing,
+        crossing_rows_apart=apart,
         mask=_mask_in_words(plan),
         forward=early if plan.forward_is_early else _in_words(plan.forward),
         backward=_in_words(plan.backward),

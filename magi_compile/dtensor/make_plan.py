@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, overload
 
 import torch
@@ -19,6 +19,7 @@ from magi_compile._kept import Made, Memo
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
+from magi_compile.dtensor.planning.hosts import launched_hosts
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
@@ -197,7 +198,8 @@ def plan(
             has them, and there may be as many as queries. For `masks` a list or dict like it; None, or a missing name,
             where the keys are placed here.
         ranks: instead of `mesh`, `(cp_size, rank)`, for a process that has no process group, such as a worker of a
-            DataLoader. Gives a `HostPlan`, which can be pickled, and whose `on(mesh)` is the `SequencePlan`.
+            DataLoader. Gives a `HostPlan`, which can be pickled, and whose `on(mesh)` is the `SequencePlan`. Where
+            hosts are not among `options`, ranks are taken for neighbours in the job, from rank 0 on.
 
     Returns:
         This rank's `SequencePlan`, with `ranks` its `HostPlan`. For `masks`, one plan for each, in a list or dict like
@@ -215,9 +217,14 @@ def plan(
     if ranks is None:
         group, device = group_of(mesh), _device_of(mesh)
         size, rank = group.size(), group.rank()
+        numbers: Sequence[int] = dist.get_process_group_ranks(group)
     else:
         group, device = None, torch.device("cpu")
         size, rank = _ranks_of(ranks, mesh, keys)
+        numbers = range(size) if isinstance(size, int) else ()
+    if isinstance(options, ContextParallelOptions) and options.hosts is None:
+        hosts = launched_hosts(numbers)
+        options = options if hosts is None else replace(options, hosts=hosts)
     is_one = masks is None
     if not is_one and mask is not None:
         raise ValueError(

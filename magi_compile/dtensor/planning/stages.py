@@ -66,6 +66,81 @@ def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     return early < max(area + cast for area, _ in areas)
 
 
+class Passes(NamedTuple):
+    """The stages of both passes.
+
+    Attributes:
+        degree: of the forward.
+        backward_degree: of the backward.
+        is_early: whether the forward begins before its remote keys are there; its degree is 0 then.
+        is_relayed: whether rows cross hosts by way of relays.
+        forward_seconds: predicted.
+        backward_seconds: predicted.
+    """
+
+    degree: int
+    backward_degree: int
+    is_early: bool
+    is_relayed: bool
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.forward_seconds + self.backward_seconds
+
+
+def choose_passes(
+    loads: StageLoads,
+    cost: CostModel,
+    *,
+    degree: int | None = None,
+    backward_degree: int | None = None,
+    early: bool = False,
+    relayed: bool | None = None,
+) -> Passes:
+    """The stages of both passes, and the way of their rows. All ranks compute the same.
+
+    Args:
+        loads: of all ranks.
+        cost: rates.
+        degree: of the forward; None chooses.
+        backward_degree: of the backward; None chooses.
+        early: whether a forward with degree 0 may begin before remote keys are there.
+        relayed: whether rows cross hosts by way of relays; None takes what is predicted to be faster. Without several
+            hosts they do not.
+
+    Returns:
+        The choice, with relays by a choice of one stage at most: those that need a row share its way if they need it in
+        one stage.
+    """
+
+    def passes(its_loads: StageLoads, *, is_relayed: bool) -> Passes:
+        def choose(given: int | None, *, early: bool = False, backward: bool = False) -> int:
+            if given is not None:
+                return given
+            most = 1 if is_relayed else MAX_DEGREE
+            return choose_degree(its_loads, cost, backward=backward, early=early, max_degree=most)
+
+        forward, backward = choose(degree, early=early), choose(backward_degree, backward=True)
+        is_early = early and forward == 0 and forward_begins_early(its_loads, cost)
+        if is_early:
+            seconds = early_seconds(its_loads, cost)
+        else:
+            seconds = forward_seconds(its_loads, forward, cost)
+        backward_s = backward_seconds(its_loads, backward, cost)
+        return Passes(forward, backward, is_early, is_relayed, seconds, backward_s)
+
+    found = []
+    if not relayed or loads.relayed is None:
+        found.append(passes(loads, is_relayed=False))
+    if relayed is not False and loads.relayed is not None:
+        found.append(passes(loads.relayed, is_relayed=True))
+    least = min(x.seconds for x in found)
+    return next(x for x in found if x.seconds <= least * (1 + TIE))
+
+
 def choose_degree(
     loads: StageLoads,
     cost: CostModel,
@@ -137,9 +212,11 @@ def _early_forward(area: float, local: float, cast: float) -> float:
 
 
 def _casts(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
-    """Seconds of one cast for each of `degrees`; the slowest link decides."""
-    seconds = loads.most_rows * cost.seconds_per_row
-    return [cost.latency_seconds + seconds / max(degree, 1) for degree in degrees]
+    """Seconds of one cast for each of `degrees`; the slowest link decides, and exchanges follow each other."""
+    hops = loads.exchanges
+    rows = sum(max(hop.near, hop.far * cost.other_host_factor) for hop in hops)
+    seconds, latency = rows * cost.seconds_per_row, len(hops) * cost.latency_seconds
+    return [latency + seconds / max(degree, 1) for degree in degrees]
 
 
 class _Rank(NamedTuple):

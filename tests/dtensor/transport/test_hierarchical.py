@@ -1,0 +1,158 @@
+"""Casts and reduces by way of relays equal those without, bit for bit, and cross hosts once for each of them."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.execution import routes_of, unpack
+from magi_compile.dtensor.explain import explain_plan
+from magi_compile.dtensor.planning.cost import DEFAULT_COST
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.dtensor.transport.all_to_all import AllToAll
+from magi_compile.dtensor.transport.collectives import select
+from magi_compile.dtensor.transport.hierarchical import Hierarchical
+from tests.dtensor.support.across_ranks import run_on_ranks, shard
+from tests.dtensor.support.masks import SQUARE
+from tests.dtensor.support.wanted import expected_buffer, home_rows
+from tests.support.cases import HeadShape
+
+CPU = torch.device("cpu")
+HEADS = HeadShape(4, 2, 16, 16)
+#: Ranks and their hosts; two levels of 4 and of 8 processes, and hosts that are no neighbours or have unequal numbers.
+TOPOLOGIES = [
+    pytest.param((0, 0, 1, 1), id="2x2"),
+    pytest.param((0, 1, 0, 1), id="apart"),
+    pytest.param((0, 0, 0, 1), id="3+1"),
+    pytest.param((0, 0, 0, 0, 1, 1, 1, 1), id="2x4", marks=pytest.mark.slow),
+]
+
+
+def options_of(hosts, degree=0):
+    degrees = {"degree": degree, "backward_degree": degree}
+    return ContextParallelOptions(chunk_size=8, hosts=hosts, hierarchical=True, **degrees)
+
+
+class Counted:
+    """Counts the bytes that a rank sends to other hosts in `all_to_all_single`."""
+
+    def __init__(self, group, hosts):
+        self.bytes, self._rank, self._hosts = 0, group.rank(), hosts
+        self._exchange = dist.all_to_all_single
+
+    def __call__(self, incoming, outgoing, recv, send, group, **options):
+        width = outgoing.shape[1] * outgoing.element_size()
+        mine = self._hosts[self._rank]
+        self.bytes += width * sum(n for peer, n in enumerate(send) if self._hosts[peer] != mine)
+        return self._exchange(incoming, outgoing, recv, send, group, **options)
+
+
+def run_cast_and_reduce(group, case, hosts, degree, dtype):
+    rank, size = group.rank(), group.size()
+    plans = [plan_rank(case.slices(), size, r, options_of(hosts, degree)) for r in range(size)]
+    device_plans = [unpack(*plan.tensors("cpu")) for plan in plans]
+    routes = [routes_of(plan.forward) for plan in device_plans]
+    num_rows = device_plans[0].key_rows
+    shapes = [(2, 3), (5,)]
+    home = [
+        [home_rows(r, num_rows, x, dtype, i) for i, x in enumerate(shapes)] for r in range(size)
+    ]
+    found = []
+    for collective in (AllToAll(), Hierarchical()):
+        with pytest.MonkeyPatch.context() as patch:
+            counted = Counted(group, hosts)
+            patch.setattr(dist, "all_to_all_single", counted)
+            buffers = [cast.wait() for cast in collective.casts(home[rank], routes[rank], group)]
+            of_casts, counted.bytes = counted.bytes, 0
+            prior, of_reduces = None, []
+            for stage, buffer in enumerate(buffers):
+                outs = [x.new_zeros(num_rows, *x.shape[1:], dtype=torch.float32) for x in buffer]
+                # What ranks add to a row is not what they have got.
+                grads = [x * (1 + rank) + stage for x in buffer]
+                reducing = collective.start_reduce(grads, routes[rank][stage], group)
+                reducing.write_sums(outs, prior)
+                prior = outs
+                of_reduces.append(outs)
+            found.append((buffers, of_reduces, of_casts, counted.bytes))
+    for stage, route in enumerate(routes[rank]):
+        for i, buffer in enumerate(found[0][0][stage]):
+            assert torch.equal(buffer, expected_buffer(route, [x[i] for x in home]))
+    for flat, relayed in zip(*(itertools.chain(*x[0], *x[1]) for x in found), strict=True):
+        assert torch.equal(flat, relayed)
+    return [x[2:] for x in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("degree", [0, 1, 2])
+@pytest.mark.parametrize("name", ["varlen_causal", "shared_prefix", "full_63x63"])
+@pytest.mark.parametrize("hosts", TOPOLOGIES)
+def test_bits_are_those_of_all_to_all(ranks_of, hosts, name, degree, dtype):
+    case = SQUARE[name]
+    sent = ranks_of(len(hosts)).run(run_cast_and_reduce, case, hosts, degree, dtype)
+    flat, relayed = ([sum(rank[way][i] for rank in sent) for i in range(2)] for way in range(2))
+    # A row of gradients goes back where a row of keys came from.
+    assert flat[0] == flat[1] >= relayed[0] == relayed[1]
+    assert flat[0] > relayed[0] or name != "full_63x63"
+    plan = plan_rank(case.slices(), len(hosts), 0, options_of(hosts, degree))
+    told = explain_plan(plan, DEFAULT_COST)
+    row = 11 * dtype.itemsize
+    assert told.crossing_rows_apart * row == flat[0]
+    assert "handed on there" in str(told)
+    # Those who need a row in different stages get it apart.
+    assert told.crossing_rows * row == relayed[0] or degree == 2
+
+
+def run_attention(group, case, options, dtype):
+    """Both collectives on the same plan."""
+    plan = plan_rank(case.slices(), group.size(), group.rank(), options)
+    inputs, where = case.inputs(dtype, "cpu"), plan.dispatch.positions(group.rank())
+    results = []
+    for name in ("all_to_all", "hierarchical"):
+        torch.manual_seed(0)  # of padding
+        q, k, v = (shard(x, where).requires_grad_() for x in inputs[:3])
+        attended = context_parallel_attention(
+            *(q, k, v, plan.tensors("cpu"), group), collective=name
+        )
+        dout = torch.randn(attended.out.shape, generator=torch.Generator().manual_seed(1))
+        grads = torch.autograd.grad(attended.out, (q, k, v), dout.to(dtype))
+        results.append([attended.out, attended.lse, *grads])
+    for flat, relayed in zip(*results, strict=True):
+        assert torch.equal(flat, relayed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("hosts", TOPOLOGIES)
+def test_attention_has_the_bits_of_all_to_all(ranks_of, hosts, dtype):
+    for name, degree in (("varlen_causal", 0), ("shared_prefix", 1), ("holes", 2)):
+        case = replace(SQUARE[name], heads=HEADS)
+        ranks_of(len(hosts)).run(run_attention, case, options_of(hosts, degree), dtype)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "name", ["varlen_causal", "holes", "nobody_sees_anything", "causal_129x129"]
+)
+def test_attention_across_hosts(ranks_of, name, is_compiled):
+    case, hosts = replace(SQUARE[name], heads=HEADS), (0, 0, 1, 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        chosen = {"collective": "hierarchical", "is_compiled": is_compiled}
+        ranks_of(4).run(run_with, case, options_of(hosts), dtype, chosen)
+
+
+def run_with(group, case, options, dtype, chosen):
+    run_on_ranks(group, case, options, dtype, **chosen)
+
+
+def run_select(group):
+    assert select("auto", group, CPU).name == "all_to_all"
+    assert select("auto", group, CPU, has_legs=True).name == "hierarchical"
+    assert select("all_to_all", group, CPU, has_legs=True).name == "all_to_all"
+    with pytest.raises(NotImplementedError, match="'hierarchical' needs a plan of several hosts"):
+        select("hierarchical", group, CPU)
+
+
+def test_select(ranks_of):
+    ranks_of(1).run(run_select)
