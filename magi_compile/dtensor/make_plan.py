@@ -223,8 +223,8 @@ def plan(
         size, rank = _ranks_of(ranks, mesh, keys)
         numbers = range(size) if isinstance(size, int) else ()
     if isinstance(options, ContextParallelOptions) and options.hosts is None:
-        hosts = launched_hosts(numbers)
-        options = options if hosts is None else replace(options, hosts=hosts)
+        launched = launched_hosts(numbers)
+        options = options if launched is None else replace(options, hosts=launched)
     is_one = masks is None
     if not is_one and mask is not None:
         raise ValueError(
