@@ -204,8 +204,8 @@ class CommPlan:
         """The relays of all ranks in all stages."""
         assert self.host is not None
         index = far_needs(self.rows, self.host)
-        fields = self._moving_rows(index)
-        return Relays.of(MovingRows(*(x.flatten() for x in fields)), self.host)
+        far = MovingRows(*(x.flatten() for x in self._moving_rows(index)))
+        return Relays.of(far, self.host, torch.cat([x.rows for x in self.buffers], 1).t())
 
     def _first_stages(self) -> Iterable[tuple[int, int, Buffers]]:
         """Each degree, the number of its first stage, and its buffers."""
@@ -511,7 +511,8 @@ def _hops(rows: RankRows, host: Tensor, moved: Tensor) -> tuple[tuple[Hop, ...],
     far = torch.zeros_like(moved).index_add_(0, index, pick(moved, index))
     zero = torch.zeros_like(index)
     owner, lo, hi = needs.take(index)
-    relays = Relays.of(MovingRows(zero, zero, owner, lo, hi, pick(rows.holder, index), zero), host)
+    all_far = MovingRows(zero, zero, owner, lo, hi, pick(rows.holder, index), zero)
+    relays = Relays.of(all_far, host, torch.zeros_like(host)[None])
     parts = relays.parts
 
     def most(receiver: Tensor, sender: Tensor, count: Tensor) -> int:

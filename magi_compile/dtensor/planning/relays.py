@@ -7,8 +7,10 @@ ranks of a host need a row of another host in one stage, it is sent to one of th
                                                     and to one rank of each other host that needs it
     second leg    from that rank                    to the others of its host that need it
 
-So every rank receives each row that it needs once, as without relays; only the sender of some is another. Rows that the
-same ranks of a host need are dealt to these in equal parts, of `LEAST_PART` rows or more.
+Rows that the same ranks of a host need are dealt to these in equal parts, of `LEAST_PART` rows or more. Every rank has
+a link of its own to other hosts: where one would receive more by it than its host does in the mean, and more than any
+rank sends, others of the host receive the rest for it. What a rank receives for others alone lies behind the rows of
+its buffer (**staged** rows). But for these every rank receives the rows that it needs, once, as without relays.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Relays(NamedTuple):
     Attributes:
         far: the ranges that ranks need of other hosts.
         parts: of these, those that cross: one for each part of a segment, to the rank that hands it on.
+        is_staged: bool `[num_parts]`, whether that rank does not need it itself.
         segment: int64 `[num_parts]`, that of each, ascending.
         need: int64 `[num_pairs]`, for all segments one after the other the ranges of `far` that contain it.
         first: int64 `[num_segments]`, where those of each begin.
@@ -77,18 +80,21 @@ class Relays(NamedTuple):
 
     far: MovingRows
     parts: MovingRows
+    is_staged: Tensor
     segment: Tensor
     need: Tensor
     first: Tensor
     num_ranks: Tensor
 
     @staticmethod
-    def of(far: MovingRows, host: Tensor) -> Relays:
+    def of(far: MovingRows, host: Tensor, room: Tensor) -> Relays:
         """The relays for ranges `far` that receivers need of other hosts.
 
         Args:
-            far: every range that a rank needs of another host; those of one receiver and stage are disjoint.
+            far: every range that a rank needs of another host, by stages and receivers; those of one receiver and stage
+                are disjoint.
             host: int64 `[cp_size]`, that of each rank.
+            room: int64 `[num_stages, cp_size]`, rows of each rank's buffer, behind which staged rows lie.
 
         Returns:
             The relays.
@@ -111,14 +117,29 @@ class Relays(NamedTuple):
         turn = num_parts.cumsum(0) - num_parts
         segment, number = expand(num_parts)
         giver = (pick(turn, segment) + number).remainder(pick(count, segment))
-        giver = pick(need, pick(first, segment) + giver)
-        lo = (pick(points, place) - pick(line, pick(need, first)))[segment]
-        length, num_parts = pick(length, segment), pick(num_parts, segment)
-        edges = (
-            length.mul(at).div(num_parts, rounding_mode="floor") for at in (number, number + 1)
+        giver = pick(far.receiver, pick(need, pick(first, segment) + giver))
+        begin = points[place] - pick(line, pick(need, first))
+        lo, hi = (
+            pick(begin, segment)
+            + (pick(length, segment) * at).div(pick(num_parts, segment), rounding_mode="floor")
+            for at in (number, number + 1)
         )
-        parts = far.part(giver, *(lo + edge for edge in edges))
-        return Relays(far, parts, segment, need, first, count)
+        parts = far.part(pick(need, pick(first, segment)), lo, hi)
+        giver = _relieved(parts._replace(receiver=giver), host)
+        # As the giver needs it, if it does; otherwise as whoever does, and staged.
+        cp_size = host.shape[0]
+        of_segment = torch.arange(len(count), device="cpu").repeat_interleave(count)
+        pairs = of_segment * cp_size + pick(far.receiver, need)
+        wanted = segment * cp_size + giver
+        at = torch.searchsorted(pairs, wanted).clamp(max=max(len(pairs) - 1, 0))
+        is_staged = pick(pairs, at) != wanted
+        at = torch.where(is_staged, pick(first, segment), at)
+        parts = far.part(pick(need, at), lo, hi)
+        line = parts.stage * cp_size + giver
+        behind = pick(room.flatten(), line) + _before(line, parts.rows * is_staged)
+        buffer_row = torch.where(is_staged, behind, parts.buffer_row)
+        parts = parts._replace(receiver=giver, buffer_row=buffer_row)
+        return Relays(far, parts, is_staged, segment, need, first, count)
 
     def second_leg(self, rank: int) -> tuple[MovingRows, MovingRows]:
         """The rows that others hand on to `rank`, and those that it hands on itself."""
@@ -147,7 +168,59 @@ class Relays(NamedTuple):
     def handed_on(self, cp_size: int) -> tuple[Tensor, Tensor]:
         """The rows that each rank receives and sends in the second leg, int64 `[cp_size]` each."""
         zeros = torch.zeros(cp_size, dtype=torch.int64, device="cpu")
-        has = zeros.index_add(0, self.parts.receiver, self.parts.rows)
-        received = zeros.index_add(0, self.far.receiver, self.far.rows) - has
-        others = pick(self.num_ranks, self.segment) - 1
-        return received, zeros.index_add(0, self.parts.receiver, self.parts.rows * others)
+        parts, is_kept = self.parts, ~self.is_staged
+        received = zeros.index_add(0, self.far.receiver, self.far.rows)
+        received.index_add_(0, parts.receiver, parts.rows * is_kept, alpha=-1)
+        others = pick(self.num_ranks, self.segment) - is_kept.long()
+        return received, zeros.index_add(0, parts.receiver, parts.rows * others)
+
+
+def _before(line: Tensor, rows: Tensor) -> Tensor:
+    """The sum of `rows` of earlier entries in the same line; int64 `[num]`, like both."""
+    order = line.argsort(stable=True)
+    in_order, ordered = pick(line, order), pick(rows, order)
+    before = ordered.cumsum(0) - ordered
+    _, first = _groups(in_order)
+    found = torch.empty_like(rows)
+    found[order] = before - pick(before, first)
+    return found
+
+
+def _groups(line: Tensor) -> tuple[Tensor, Tensor]:
+    """For neighbours that are equal: the number of their group, and where it begins; of each entry."""
+    is_new = torch.ones_like(line, dtype=torch.bool)
+    is_new[1:] = line[1:] != line[:-1]
+    number = is_new.cumsum(0) - 1
+    return number, pick(is_new.nonzero().flatten(), number)
+
+
+def _relieved(parts: MovingRows, host: Tensor) -> Tensor:
+    """The receivers of parts that cross hosts, int64 `[num_parts]`: those of `parts`, but for what they would receive
+    beyond their share, which goes to others of their host."""
+    cp_size, num_hosts = host.shape[0], int(host.max()) + 1
+    rows, receiver, stage = parts.rows, parts.receiver, parts.stage
+    num_stages = int(stage.max()) + 1 if len(stage) else 0
+    zeros = rows.new_zeros(num_stages, cp_size)
+    flat = zeros.flatten()
+    sent = flat.index_add(0, stage * cp_size + parts.sender, rows).view(num_stages, cp_size)
+    received = flat.index_add(0, stage * cp_size + receiver, rows).view(num_stages, cp_size)
+    of_host = rows.new_zeros(num_stages, num_hosts).index_add_(1, host, received)
+    mean = -(-of_host // torch.bincount(host, minlength=num_hosts))
+    share = torch.maximum(mean, sent.amax(1, keepdim=True))[:, host].flatten()
+    line = stage * cp_size + receiver
+    before = _before(line, rows)
+    is_beyond = (before + rows > pick(share, line)) & (before > 0)
+    kept = flat.index_add(0, line, rows * ~is_beyond)
+    # The room that is left, host by host, filled from the front.
+    by_host = host.argsort(stable=True)
+    left = (share - kept).clamp(min=0).view(num_stages, cp_size)[:, by_host].flatten()
+    end = left.cumsum(0)
+    line_of_rank = (torch.arange(num_stages)[:, None] * num_hosts + host[by_host]).flatten()
+    _, first = _groups(line_of_rank)
+    begin_of_line = rows.new_zeros(num_stages * num_hosts)
+    begin_of_line[line_of_rank] = pick(end - left, first)
+    beyond = is_beyond.nonzero().flatten()
+    line = pick(stage * num_hosts + pick(host, receiver), beyond)
+    place = pick(begin_of_line, line) + _before(line, pick(rows, beyond))
+    taker = torch.searchsorted(end, place, right=True).remainder(cp_size)
+    return receiver.index_copy(0, beyond, pick(by_host, taker))

@@ -64,7 +64,8 @@ class Route:
         num_received: rows of the buffer.
         hosts: the host of each rank; None where all are on one, or nobody knows.
         legs: the same rows by way of relays, if they are planned (`planning/relays.py`): home rows to buffers, and then
-            rows of buffers to others of the same host. The two together fill each row of the buffer once.
+            rows of buffers to others of the same host. The two together fill each row of the buffer once, and the first
+            one rows behind it, which are there to be handed on.
     """
 
     sends: Tensor

@@ -5,8 +5,7 @@
 
 Both exchanges are all-to-alls of the whole group in which most pairs have nothing to say, so no other communicators are
 needed. On GPUs the second follows the first on the side stream, with a kernel in between that packs what it sends, and
-nothing waits for the host. A rank receives as many rows as by `all_to_all`, and sums have the same order and the same
-bits (`collectives.py`).
+nothing waits for the host. Sums have the order and the bits of those of `all_to_all` (`collectives.py`).
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ class _Legs:
         rank: this rank.
 
     Attributes:
+        kept: int32, which of the rows that the first leg brings are not staged.
+        kept_rows: int32, where these go in the buffer.
         relayed: int32, the place of each row of the second leg among those that the first one brings.
         sums: what this rank sends home: its own partial results, and those of its host that it hands on.
     """
@@ -58,12 +59,20 @@ class _Legs:
         self.num_received = route.num_received
         arriving = self.first.recv_rows
         number = torch.arange(len(arriving), dtype=torch.int32, device=arriving.device)
-        place = torch.full((self.num_received,), -1, dtype=torch.int32, device=arriving.device)
+        # Staged rows follow those of the buffer, and are not more than all that arrive.
+        place = arriving.new_full((self.num_received + len(arriving),), -1)
         place[arriving.long()] = number
         self.relayed = place[self.second.send_rows.long()]
+        is_staged = arriving >= self.num_received
+        # Counted by the host, so that it does not wait. A range may have rows of both kinds.
+        peer, row, _, count = route.legs[0].host_recvs.unbind(1)
+        in_buffer = (row + count).clamp(max=self.num_received).sub(row).clamp(min=0)
+        num_kept = int(in_buffer[peer != rank].sum())
+        self.kept = torch.argsort(is_staged.int(), stable=True)[:num_kept].int()
+        self.kept_rows = arriving[self.kept.long()]
         host = [peer for peer, x in enumerate(route.hosts) if x == route.hosts[rank]]
         order = [[rows.OWN if peer == rank else peer for peer in host]]
-        own = (number, arriving, order)
+        own = (self.kept, self.kept_rows, order)
         self.sums = rows.Sums(self.relayed, len(arriving), self.second.send_counts, *own)
 
 
@@ -82,9 +91,10 @@ class _Cast:
         rows.move(tensors, first.own_home_rows, self.buffers, first.own_buffer_rows)
 
     def wait(self) -> list[Tensor]:
-        orders = (self._legs.first, self._legs.second)
-        for order, arrived in zip(orders, self._second.wait(), strict=True):
-            rows.move(rows.split(arrived, self._tensors), None, self.buffers, order.recv_rows)
+        legs, (first, second) = self._legs, self._second.wait()
+        rows.move(rows.split(first, self._tensors), legs.kept, self.buffers, legs.kept_rows)
+        of_others = rows.split(second, self._tensors)
+        rows.move(of_others, None, self.buffers, legs.second.recv_rows)
         return self.buffers
 
 

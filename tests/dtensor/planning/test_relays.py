@@ -14,7 +14,7 @@ from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan
 from magi_compile.dtensor.planning.relays import LEAST_PART
 from magi_compile.dtensor.planning.stages import choose_passes
 from magi_compile.masks.slices import AttnSlices
-from tests.dtensor.support.masks import SQUARE
+from tests.dtensor.support.masks import LAST_SEES_ALL, SQUARE
 
 HOSTS = {
     "2x2": (0, 0, 1, 1),
@@ -48,9 +48,9 @@ def moves_of(transfers):
     return sent
 
 
-def stages_of(slices, hosts, degree):
+def stages_of(slices, hosts, degree, strategy="local"):
     cp_size = len(hosts)
-    where = dispatch(slices, cp_size, chunk_size=16)
+    where = dispatch(slices, cp_size, chunk_size=16, strategy=strategy)
     comm = plan_communication(RankRows.of(where), [degree], torch.tensor(hosts))
     return where, [comm.stages(rank)[0] for rank in range(cp_size)]
 
@@ -59,8 +59,12 @@ def stages_of(slices, hosts, degree):
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("name", ["varlen_causal", "holes", "shared_prefix", "full_63x63"])
 def test_legs_bring_what_the_transfer_brings(name, hosts, degree):
-    _, stages = stages_of(SQUARE[name].slices(), hosts, degree)
-    crossed = []
+    check_legs(*stages_of(SQUARE[name].slices(), hosts, degree), hosts, degree)
+
+
+def check_legs(where, stages, hosts, degree):
+    """Both legs together bring what the transfers do, and rows cross hosts once; the staged rows of each rank."""
+    crossed, num_staged = [], torch.zeros(len(hosts), dtype=torch.int64)
     for of_stage in zip(*stages, strict=True):
         if of_stage[0].transfer is None:
             continue
@@ -78,6 +82,14 @@ def test_legs_bring_what_the_transfer_brings(name, hosts, degree):
             assert (taker, place) not in held
             handed_on[taker, place] = held[giver, at]
         assert len(handed_on) == len(second)
+        staged = {(r, at) for r, at in held if at >= transfers[r].num_received}
+        for rank, transfer in enumerate(transfers):
+            behind = sorted(at for r, at in staged if r == rank)
+            first_staged = transfer.num_received
+            assert behind == list(range(first_staged, first_staged + len(behind)))
+            num_staged[rank] += len(behind)
+        assert staged <= {(giver, at) for giver, at, _, _ in second}
+        held = {place: row for place, row in held.items() if place not in staged}
         held.update(handed_on)
         assert held == {(receiver, at): (sender, row) for sender, row, receiver, at in direct}
         # A row crosses once for each host.
@@ -88,6 +100,21 @@ def test_legs_bring_what_the_transfer_brings(name, hosts, degree):
         crossed += far
     if degree < 2:  # one stage: then a row crosses once for a host in all
         assert len(crossed) == len(set(crossed))
+    return num_staged.tolist()
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_other_ranks_of_a_host_receive_for_one_that_needs_much(degree):
+    hosts = (0, 0, 1, 1)
+    where, stages = stages_of(LAST_SEES_ALL.slices(), hosts, degree, "sequential")
+    staged = check_legs(where, stages, hosts, degree)
+    # The last rank needs the rows of two others, and by its own link it receives as many as one of these sends.
+    assert staged[:2] == [0, 0]
+    assert staged[2] >= (32 if degree == 2 else 64)
+    assert staged[3] == 0
+    loads = StageLoads.of(RankRows.of(where), torch.tensor(hosts))
+    assert loads.hops[0].far == 160
+    assert loads.relayed.hops[0].far <= 96
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)

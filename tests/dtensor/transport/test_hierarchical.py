@@ -16,7 +16,7 @@ from magi_compile.dtensor.transport.all_to_all import AllToAll
 from magi_compile.dtensor.transport.collectives import select
 from magi_compile.dtensor.transport.hierarchical import Hierarchical
 from tests.dtensor.support.across_ranks import run_on_ranks, shard
-from tests.dtensor.support.masks import SQUARE
+from tests.dtensor.support.masks import LAST_SEES_ALL, SQUARE
 from tests.dtensor.support.wanted import expected_buffer, home_rows
 from tests.support.cases import HeadShape
 
@@ -31,9 +31,9 @@ TOPOLOGIES = [
 ]
 
 
-def options_of(hosts, degree=0):
+def options_of(hosts, degree=0, **others):
     degrees = {"degree": degree, "backward_degree": degree}
-    return ContextParallelOptions(chunk_size=8, hosts=hosts, hierarchical=True, **degrees)
+    return ContextParallelOptions(chunk_size=8, hosts=hosts, hierarchical=True, **degrees, **others)
 
 
 class Counted:
@@ -50,9 +50,9 @@ class Counted:
         return self._exchange(incoming, outgoing, recv, send, group, **options)
 
 
-def run_cast_and_reduce(group, case, hosts, degree, dtype):
+def run_cast_and_reduce(group, case, hosts, options, dtype):
     rank, size = group.rank(), group.size()
-    plans = [plan_rank(case.slices(), size, r, options_of(hosts, degree)) for r in range(size)]
+    plans = [plan_rank(case.slices(), size, r, options) for r in range(size)]
     device_plans = [unpack(*plan.tensors("cpu")) for plan in plans]
     routes = [routes_of(plan.forward) for plan in device_plans]
     num_rows = device_plans[0].key_rows
@@ -91,18 +91,32 @@ def run_cast_and_reduce(group, case, hosts, degree, dtype):
 @pytest.mark.parametrize("hosts", TOPOLOGIES)
 def test_bits_are_those_of_all_to_all(ranks_of, hosts, name, degree, dtype):
     case = SQUARE[name]
-    sent = ranks_of(len(hosts)).run(run_cast_and_reduce, case, hosts, degree, dtype)
+    options = options_of(hosts, degree)
+    sent = ranks_of(len(hosts)).run(run_cast_and_reduce, case, hosts, options, dtype)
     flat, relayed = ([sum(rank[way][i] for rank in sent) for i in range(2)] for way in range(2))
     # A row of gradients goes back where a row of keys came from.
     assert flat[0] == flat[1] >= relayed[0] == relayed[1]
     assert flat[0] > relayed[0] or name != "full_63x63"
-    plan = plan_rank(case.slices(), len(hosts), 0, options_of(hosts, degree))
+    plan = plan_rank(case.slices(), len(hosts), 0, options)
     told = explain_plan(plan, DEFAULT_COST)
     row = 11 * dtype.itemsize
     assert told.crossing_rows_apart * row == flat[0]
     assert "handed on there" in str(told)
     # Those who need a row in different stages get it apart.
     assert told.crossing_rows * row == relayed[0] or degree == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("degree", [0, 2])
+@pytest.mark.parametrize("hosts", TOPOLOGIES)
+def test_bits_of_rows_that_are_staged(ranks_of, hosts, degree, dtype):
+    """One rank needs what others of its host receive for it."""
+    options = options_of(hosts, degree, strategy="sequential")
+    case = replace(LAST_SEES_ALL, heads=HEADS)
+    ranks_of(len(hosts)).run(run_cast_and_reduce, case, hosts, options, dtype)
+    ranks_of(len(hosts)).run(run_attention, case, options, dtype)
+    if dtype == torch.float32:
+        ranks_of(len(hosts)).run(run_with, case, options, dtype, {"collective": "hierarchical"})
 
 
 def run_attention(group, case, options, dtype):
