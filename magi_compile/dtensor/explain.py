@@ -34,9 +34,10 @@ class PlanExplanation:
         received_rows: key rows of others that each rank receives, in a forward pass and again in a backward pass.
         sent_rows: key rows that each rank sends, once for each rank that receives them.
         hosts: the host of each rank; None where all are on one.
-        is_relayed: whether rows cross hosts once for each host, and are handed on there.
-        crossing_rows: key rows that cross hosts in a pass, of all ranks; gradients of as many come back.
-        crossing_rows_apart: the same if every rank got them from where they are held.
+        relayed: whether rows cross hosts once for each host, and are handed on there, forward and backward.
+        crossing_rows: key rows of all ranks that cross hosts in a forward and in a backward pass; gradients of as many
+            come back.
+        crossing_rows_apart: the same in either pass if every rank got them from where they are held.
         mask: how this rank has the mask, in words: slices, blocks of bits, and whose masks they are.
         forward: how a forward pass goes on, in words.
         backward: the same of a backward pass.
@@ -57,8 +58,8 @@ class PlanExplanation:
     received_rows: tuple[int, ...]
     sent_rows: tuple[int, ...]
     hosts: tuple[int, ...] | None
-    is_relayed: bool
-    crossing_rows: int
+    relayed: tuple[bool, bool]
+    crossing_rows: tuple[int, int]
     crossing_rows_apart: int
     mask: str
     forward: str
@@ -114,16 +115,16 @@ class PlanExplanation:
     def _hosts_in_words(self) -> list[str]:
         if self.hosts is None:
             return []
-        apart, crossing = self.crossing_rows_apart, self.crossing_rows
-        words = (
-            f"{apart:,} rows of keys cross between them in a pass, one for each rank that needs it"
-        )
-        if self.is_relayed:
-            words = (
-                f"{crossing:,} rows of keys cross between them in a pass, one for each host, and are handed on "
-                f"there; one for each rank would be {apart:,} ({crossing / max(apart, 1):.1%})"
-            )
-        return [f"hosts     {len({*self.hosts})}; {words}"]
+        apart, words = self.crossing_rows_apart, []
+        for name, is_relayed, rows in zip(
+            ("forward", "backward"), self.relayed, self.crossing_rows, strict=True
+        ):
+            how = "one for each rank that needs it"
+            if is_relayed:
+                how = f"one for each host, which hands it on; one for each rank would be {apart:,}"
+                how += f" ({rows / max(apart, 1):.1%} of these)"
+            words.append(f"          {name} {rows:,} rows of keys cross, {how}")
+        return [f"hosts     {len({*self.hosts})}", *words]
 
 
 def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
@@ -131,17 +132,14 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
     where = plan.dispatch
     host = None if plan.hosts is None else torch.tensor(plan.hosts, device="cpu")
     loads = StageLoads.of(RankRows.of(where), host)
-    apart = 0 if loads.hops is None else loads.hops[0].crossing
-    if plan.is_relayed:
-        assert loads.relayed is not None
-        loads = loads.relayed
-    crossing = 0 if loads.hops is None else loads.hops[0].crossing
+    ways = [loads.relayed or loads if is_relayed else loads for is_relayed in plan.relayed]
+    apart, *crossing = (0 if x.hops is None else x.hops[0].crossing for x in (loads, *ways))
     degrees = [_degree_of(stages) for stages in (plan.forward, plan.backward)]
     if plan.forward_is_early:
-        forward = early_seconds(loads, cost)
+        forward = early_seconds(ways[0], cost)
     else:
-        forward = forward_seconds(loads, degrees[0], cost)
-    backward = backward_seconds(loads, degrees[1], cost)
+        forward = forward_seconds(ways[0], degrees[0], cost)
+    backward = backward_seconds(ways[1], degrees[1], cost)
     ideal = loads.area.double().mean().item() * cost.seconds_per_area
     of_ranks = (loads.area, loads.local_area, loads.recv_rows, loads.send_rows)
     area, local, received, sent = (tuple(x.tolist()) for x in of_ranks)
@@ -158,8 +156,8 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         received_rows=received,
         sent_rows=sent,
         hosts=plan.hosts,
-        is_relayed=plan.is_relayed,
-        crossing_rows=crossing,
+        relayed=plan.relayed,
+        crossing_rows=(crossing[0], crossing[1]),
         crossing_rows_apart=apart,
         mask=_mask_in_words(plan),
         forward=early if plan.forward_is_early else _in_words(plan.forward),

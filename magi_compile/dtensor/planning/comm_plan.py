@@ -120,6 +120,12 @@ class Stage(NamedTuple):
         None  # int32 `[num_slices]`, whose they are where entries have masks of their own (`cover`)
     )
 
+    def without_legs(self) -> Stage:
+        """The stage whose rows come from where they are held."""
+        if self.transfer is None or self.transfer.legs is None:
+            return self
+        return self._replace(transfer=self.transfer._replace(legs=None))
+
 
 class Buffers(NamedTuple):
     """The buffers of all ranks for one degree: one for each stage."""

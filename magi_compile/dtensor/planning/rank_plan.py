@@ -4,11 +4,11 @@ A plan is two int tensors, so that a compiled graph takes it as a value: a new m
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
     meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward
-            begins early, how many hosts of ranks follow, whether stages have legs, the host of each rank or nothing,
-            blocks of bits, batch entries and heads with masks of their own, tokens, chunk_size, chunks of
-                a rank, the same three of keys that are a sequence of their own or 0, 0, 0, the chunks of all ranks,
-                those of keys, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs,
-                peak_received, send_counts, recv_counts, sends, recvs, and the last seven of both legs
+            begins early, how many hosts of ranks follow, whether stages forward have legs and those backward do, the
+            host of each rank or nothing, blocks of bits, batch entries and heads with masks of their own, tokens,
+            chunk_size, chunks of a rank, the same three of keys that are a sequence of their own or 0, 0, 0, the chunks
+            of all ranks, those of keys, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs,
+            peak_received, send_counts, recv_counts, sends, recvs, and the last seven of both legs
     data    the blocks of bits, then for each stage: q_ranges, k_ranges, mask_types, the entries of slices where these
                 have masks of their own, sends, recvs, and those of both legs
 """
@@ -52,7 +52,7 @@ from magi_compile.dtensor.planning.dispatch import (
 from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of
 from magi_compile.dtensor.planning.local_cover import cover_of_rank
 from magi_compile.dtensor.planning.one_thread import one_thread
-from magi_compile.dtensor.planning.stages import choose_passes
+from magi_compile.dtensor.planning.stages import choose_pass
 from magi_compile.masks.arguments import check_count, check_device, check_flag
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops.validation import check_number
@@ -120,7 +120,8 @@ class RankPlan:
 
     Where `forward_is_early`, the two forward stages are one: its local keys and its remote ones. `bits` are the blocks
     of bits of all stages, if the mask has some, and `entries` the batch entries and heads with masks of their own.
-    `hosts` is the host of each rank, None where all are on one; where `is_relayed`, all transfers have legs.
+    `hosts` is the host of each rank, None where all are on one; `relayed` says of the forward and the
+    backward whether all of its transfers have legs.
     """
 
     dispatch: Dispatch
@@ -132,7 +133,7 @@ class RankPlan:
     bits: Tensor | None = None
     entries: Entries = ONE_ENTRY
     hosts: tuple[int, ...] | None = None
-    is_relayed: bool = False
+    relayed: tuple[bool, bool] = (False, False)
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class RankPlan:
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
         meta += [len(self.forward), len(self.backward), int(self.forward_is_early)]
         hosts = self.hosts or ()
-        meta += [len(hosts), int(self.is_relayed), *hosts]
+        meta += [len(hosts), *map(int, self.relayed), *hosts]
         meta += [-1 if self.bits is None else len(self.bits), *self.entries]
         placements = [where, where.other_keys]
         for x in placements:
@@ -359,24 +360,19 @@ def _plan(
     degree, backward_degree = options.degree, options.backward_degree
     # No kernel begins early with blocks of bits, nor with entries that have masks of their own.
     early = options.early and options.cost.starts_early and not isinstance(mask, Cover)
-    is_early, is_relayed = False, options.hierarchical if hosts is not None else False
+    is_early, relayed = False, options.hierarchical if hosts is not None else False
+    is_relayed = [bool(relayed)] * 2
     host = None if hosts is None else torch.tensor(hosts, device="cpu")
-    if None in (degree, backward_degree, is_relayed) or (early and degree == 0):
-        passes = choose_passes(
-            StageLoads.of(rows, host),
-            options.cost,
-            degree=degree,
-            backward_degree=backward_degree,
-            early=early,
-            relayed=is_relayed,
-        )
-        degree, backward_degree, is_early, is_relayed, *_ = passes
-        if is_early:
-            degree = 1
+    if None in (degree, backward_degree, relayed) or (early and degree == 0):
+        loads, cost = StageLoads.of(rows, host), options.cost
+        way = choose_pass(loads, cost, degree=degree, early=early, relayed=relayed)
+        back = choose_pass(loads, cost, degree=backward_degree, backward=True, relayed=relayed)
+        is_early, is_relayed = way.is_early, [way.is_relayed, back.is_relayed]
+        degree, backward_degree = 1 if is_early else way.degree, back.degree
     assert degree is not None
     assert backward_degree is not None
     degrees = sorted({degree, backward_degree})
-    communication = plan_communication(rows, degrees, host if is_relayed else None)
+    communication = plan_communication(rows, degrees, host if any(is_relayed) else None)
     bits, entries = None, ONE_ENTRY
     if isinstance(mask, Cover):
         local = cover_of_rank(mask, communication, rank)
@@ -388,9 +384,14 @@ def _plan(
             [stage._replace(whole=None) for stage in stages]
             for stages in communication.stages(rank)
         ]
-    forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
+    forward, backward = (
+        plans[degrees.index(x)]
+        if has_legs
+        else [stage.without_legs() for stage in plans[degrees.index(x)]]
+        for x, has_legs in zip((degree, backward_degree), is_relayed, strict=True)
+    )
     of_mask = (forward, backward, is_early, bits, entries)
-    return RankPlan(where, rank, digest, *of_mask, hosts, bool(is_relayed))
+    return RankPlan(where, rank, digest, *of_mask, hosts, (is_relayed[0], is_relayed[1]))
 
 
 def _content_of(slices: AttnSlices, cp_size: int) -> bytes:

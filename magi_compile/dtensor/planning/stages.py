@@ -66,48 +66,39 @@ def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     return early < max(area + cast for area, _ in areas)
 
 
-class Passes(NamedTuple):
-    """The stages of both passes.
+class Chosen(NamedTuple):
+    """The way of a pass.
 
     Attributes:
-        degree: of the forward.
-        backward_degree: of the backward.
-        is_early: whether the forward begins before its remote keys are there; its degree is 0 then.
+        degree: remote stages.
+        is_early: whether a forward begins before its remote keys are there; its degree is 0 then.
         is_relayed: whether rows cross hosts by way of relays.
-        forward_seconds: predicted.
-        backward_seconds: predicted.
+        seconds: predicted.
     """
 
     degree: int
-    backward_degree: int
     is_early: bool
     is_relayed: bool
-    forward_seconds: float
-    backward_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """Of both."""
-        return self.forward_seconds + self.backward_seconds
+    seconds: float
 
 
-def choose_passes(
+def choose_pass(
     loads: StageLoads,
     cost: CostModel,
     *,
     degree: int | None = None,
-    backward_degree: int | None = None,
+    backward: bool = False,
     early: bool = False,
     relayed: bool | None = None,
-) -> Passes:
-    """The stages of both passes, and the way of their rows. All ranks compute the same.
+) -> Chosen:
+    """The stages of a pass, and the way of its rows. All ranks compute the same.
 
     Args:
         loads: of all ranks.
         cost: rates.
-        degree: of the forward; None chooses.
-        backward_degree: of the backward; None chooses.
-        early: whether a forward with degree 0 may begin before remote keys are there.
+        degree: remote stages; None chooses.
+        backward: of the backward pass.
+        early: whether a forward pass with degree 0 may begin before remote keys are there; no matter with `backward`.
         relayed: whether rows cross hosts by way of relays; None takes what is predicted to be faster. Without several
             hosts they do not.
 
@@ -116,27 +107,21 @@ def choose_passes(
         one stage.
     """
 
-    def passes(its_loads: StageLoads, *, is_relayed: bool) -> Passes:
-        def choose(given: int | None, *, early: bool = False, backward: bool = False) -> int:
-            if given is not None:
-                return given
-            most = 1 if is_relayed else MAX_DEGREE
-            return choose_degree(its_loads, cost, backward=backward, early=early, max_degree=most)
-
-        forward, backward = choose(degree, early=early), choose(backward_degree, backward=True)
-        is_early = early and forward == 0 and forward_begins_early(its_loads, cost)
-        if is_early:
-            seconds = early_seconds(its_loads, cost)
-        else:
-            seconds = forward_seconds(its_loads, forward, cost)
-        backward_s = backward_seconds(its_loads, backward, cost)
-        return Passes(forward, backward, is_early, is_relayed, seconds, backward_s)
+    def way(its_loads: StageLoads, *, is_relayed: bool) -> Chosen:
+        stages, most = degree, 1 if is_relayed else MAX_DEGREE
+        if stages is None:
+            stages = choose_degree(its_loads, cost, backward=backward, early=early, max_degree=most)
+        if backward:
+            return Chosen(stages, False, is_relayed, backward_seconds(its_loads, stages, cost))
+        if early and stages == 0 and forward_begins_early(its_loads, cost):
+            return Chosen(stages, True, is_relayed, early_seconds(its_loads, cost))
+        return Chosen(stages, False, is_relayed, forward_seconds(its_loads, stages, cost))
 
     found = []
     if not relayed or loads.relayed is None:
-        found.append(passes(loads, is_relayed=False))
+        found.append(way(loads, is_relayed=False))
     if relayed is not False and loads.relayed is not None:
-        found.append(passes(loads.relayed, is_relayed=True))
+        found.append(way(loads.relayed, is_relayed=True))
     least = min(x.seconds for x in found)
     return next(x for x in found if x.seconds <= least * (1 + TIE))
 

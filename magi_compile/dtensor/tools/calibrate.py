@@ -186,7 +186,13 @@ def _backward_stage_seconds(attention: _TimedAttention, clock: _Clock) -> float:
 
 
 class _Moving:
-    """Casts and reduces of `tensors`.
+    """Casts and reduces.
+
+    Args:
+        collective: moves the rows.
+        tensors: whose rows move.
+        group: the ranks.
+        clock: measures.
 
     Attributes:
         latency: the time of a cast of one row.

@@ -12,7 +12,7 @@ from magi_compile.dtensor.planning.dispatch import dispatch
 from magi_compile.dtensor.planning.hosts import hosts_of, launched_hosts
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.planning.relays import LEAST_PART
-from magi_compile.dtensor.planning.stages import choose_passes
+from magi_compile.dtensor.planning.stages import choose_pass
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import LAST_SEES_ALL, SQUARE
 
@@ -157,15 +157,15 @@ def test_relays_where_they_win():
     windows = AttnSlices.from_cu_seqlens(list(range(0, 16385, 2048)), causal=True)
     alone = StageLoads.of(RankRows.of(dispatch(windows, 8)), torch.arange(8) // 4)
     cost = CostModel.of_heads()
-    assert choose_passes(full, cost).is_relayed
-    assert not choose_passes(full, cost, relayed=False).is_relayed
-    assert not choose_passes(alone, cost).is_relayed
-    assert choose_passes(alone, cost, relayed=True).is_relayed
-    assert not choose_passes(
+    assert choose_pass(full, cost).is_relayed
+    assert not choose_pass(full, cost, relayed=False).is_relayed
+    assert not choose_pass(alone, cost).is_relayed
+    assert choose_pass(alone, cost, relayed=True).is_relayed
+    assert not choose_pass(
         full, CostModel.of_heads(bytes_per_second_between_hosts=350e9)
     ).is_relayed
     one_host = StageLoads.of(RankRows.of(dispatch(AttnSlices.full(16384), 8)))
-    assert not choose_passes(one_host, cost, relayed=True).is_relayed
+    assert not choose_pass(one_host, cost, relayed=True).is_relayed
 
 
 def test_options_decide():
@@ -180,7 +180,7 @@ def test_options_decide():
     ):
         options = ContextParallelOptions(hosts=hosts, hierarchical=hierarchical)
         plans = [plan_rank(slices, 8, rank, options) for rank in (0, 7)]
-        assert [x.is_relayed for x in plans] == [expected] * 2
+        assert [x.relayed for x in plans] == [(expected, expected)] * 2
         transfers = [x.transfer for x in plans[0].forward if x.transfer is not None]
         assert [x.legs is not None for x in transfers] == [expected] * len(transfers)
 
@@ -236,7 +236,7 @@ def test_a_plan_asks_the_launcher(monkeypatch):
     launch(monkeypatch, LOCAL_WORLD_SIZE="4", WORLD_SIZE="8", GROUP_WORLD_SIZE="2")
     slices = AttnSlices.full(16384)
     assert plan(slices, ranks=(8, 5)).planned.hosts == (0,) * 4 + (1,) * 4
-    assert plan(slices, ranks=(8, 5)).planned.is_relayed
+    assert plan(slices, ranks=(8, 5)).planned.relayed == (True, True)
     assert plan(slices, ranks=(4, 1)).planned.hosts is None
     said = ContextParallelOptions(hosts=8)
     assert plan(slices, ranks=(8, 5), options=said).planned.hosts is None

@@ -101,9 +101,11 @@ def test_bits_are_those_of_all_to_all(ranks_of, hosts, name, degree, dtype):
     told = explain_plan(plan, DEFAULT_COST)
     row = 11 * dtype.itemsize
     assert told.crossing_rows_apart * row == flat[0]
-    assert "handed on there" in str(told)
+    assert "which hands it on" in str(told)
     # Those who need a row in different stages get it apart.
-    assert told.crossing_rows * row == relayed[0] or degree == 2
+    assert (
+        told.crossing_rows[0] * row == relayed[0] and told.relayed == (True, True)
+    ) or degree == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -158,6 +160,33 @@ def test_attention_across_hosts(ranks_of, name, is_compiled):
 
 def run_with(group, case, options, dtype, chosen):
     run_on_ranks(group, case, options, dtype, **chosen)
+
+
+def run_forward_alone(group, case, hosts):
+    """Only the forward has legs, as where stages hide what a backward moves."""
+    size, rank = group.size(), group.rank()
+    both = plan_rank(case.slices(), size, rank, options_of(hosts))
+    backward = [stage.without_legs() for stage in both.backward]
+    found = {"digest": both.digest + 1, "backward": backward, "relayed": (True, False)}
+    plan = replace(both, **found, _packed={})
+    results, inputs = [], case.inputs(torch.bfloat16, "cpu")
+    where = plan.dispatch.positions(rank)
+    for of_plan in (both, plan):
+        torch.manual_seed(0)
+        q, k, v = (shard(x, where).requires_grad_() for x in inputs[:3])
+        out = context_parallel_attention(q, k, v, of_plan.tensors("cpu"), group).out
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+    device_plan = unpack(*plan.tensors("cpu"))
+    assert device_plan.relayed == (True, False)
+    assert all(route.legs for route in routes_of(device_plan.forward))
+    assert not any(route.legs for route in routes_of(device_plan.backward))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_forward_alone(ranks_of):
+    case = replace(SQUARE["shared_prefix"], heads=HEADS)
+    ranks_of(4).run(run_forward_alone, case, (0, 0, 1, 1))
 
 
 def run_select(group):
