@@ -39,6 +39,8 @@ from magi_compile.masks.slices import AttnSlices
 FLEX = (0.55, 0.5)
 #: Packing and unpacking what is exchanged between heads, over its transfer inside of a domain.
 PACKING = 1.0
+#: Ranks, and the share of visible pairs, from which a mask is planned in few chunks.
+MANY, DENSE = 256, 0.1
 #: Rows or keys that a kernel computes in vain at the edge of a document, on average.
 EDGE = 64
 
@@ -306,7 +308,11 @@ def torch_head_tail(work: Work) -> Prediction:
 def loads_of(work: Work) -> StageLoads:
     """What our placement gives to each rank."""
     host = hosts_of(work.domain, work.cp)
-    where = dispatch(work.slices, work.cp, cost=work.cost)
+    # Where every rank needs most chunks, four for each rank: finer ones would be millions of ranges.
+    size = None
+    if work.cp >= MANY and work.area > DENSE * work.slices.seqlen_q * work.tokens:
+        size = max(work.tokens // 4, 1)
+    where = dispatch(work.slices, work.cp, chunk_size=size, cost=work.cost)
     return StageLoads.of(RankRows.of(where), None if host is None else torch.tensor(host))
 
 

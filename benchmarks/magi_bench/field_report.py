@@ -269,6 +269,8 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
     masks = list(dict.fromkeys(x.work.mask for x in points))
     domains = list(dict.fromkeys(x.work.domain for x in points))
     names = list(dict.fromkeys(x.name for x in points))
+    # Every second of tab20 is a pale one.
+    colors = [pyplot.get_cmap("tab20")(2 * i % 20 + i // 10) for i in range(len(names))]
     figure, grid = pyplot.subplots(
         len(domains),
         len(masks),
@@ -286,13 +288,13 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
                     for x in points
                     if (x.work.mask, x.work.domain, x.name) == (mask, domain, name)
                 ]
-                style = {"color": f"C{number % 10}", "linestyle": "-" if name in OURS else "--"}
+                style = {"color": colors[number], "linestyle": "-" if name in OURS else "--"}
                 places = [(x.work.cp, tflops[0]) for x in mine if (tflops := x.predicted())]
                 if places:
                     axes.plot(*zip(*places, strict=True), label=f"{name}, predicted", **style)
                 seen = [(x.work.cp, x.measured[0]) for x in mine if x.measured[0] is not None]
                 if seen:
-                    axes.plot(*zip(*seen, strict=True), "X", color=f"C{number % 10}", markersize=9)
+                    axes.plot(*zip(*seen, strict=True), "X", color=colors[number], markersize=9)
             ranks = sorted({x.work.cp for x in points})
             axes.set_xscale("log", base=2)
             axes.set_xticks(ranks, [str(x) for x in ranks])

@@ -215,7 +215,9 @@ def _relieved(parts: MovingRows, host: Tensor) -> Tensor:
     by_host = host.argsort(stable=True)
     left = (share - kept).clamp(min=0).view(num_stages, cp_size)[:, by_host].flatten()
     end = left.cumsum(0)
-    line_of_rank = (torch.arange(num_stages)[:, None] * num_hosts + host[by_host]).flatten()
+    line_of_rank = (
+        torch.arange(num_stages, device="cpu")[:, None] * num_hosts + host[by_host]
+    ).flatten()
     _, first = _groups(line_of_rank)
     begin_of_line = rows.new_zeros(num_stages * num_hosts)
     begin_of_line[line_of_rank] = pick(end - left, first)

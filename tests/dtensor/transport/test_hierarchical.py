@@ -121,19 +121,27 @@ def test_bits_of_rows_that_are_staged(ranks_of, hosts, degree, dtype):
         ranks_of(len(hosts)).run(run_with, case, options, dtype, {"collective": "hierarchical"})
 
 
-def run_attention(group, case, options, dtype):
-    """Both collectives on the same plan."""
+def run_attention(group, case, options, dtype, device="cpu"):
+    """Both collectives on the same plan, with a kernel whose bits are always the same."""
+    torch.use_deterministic_algorithms(device != "cpu")
+    try:
+        check_attention(group, case, options, dtype, device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_attention(group, case, options, dtype, device):
     plan = plan_rank(case.slices(), group.size(), group.rank(), options)
-    inputs, where = case.inputs(dtype, "cpu"), plan.dispatch.positions(group.rank())
+    inputs, where = case.inputs(dtype, device), plan.dispatch.positions(group.rank())
     results = []
     for name in ("all_to_all", "hierarchical"):
         torch.manual_seed(0)  # of padding
         q, k, v = (shard(x, where).requires_grad_() for x in inputs[:3])
         attended = context_parallel_attention(
-            *(q, k, v, plan.tensors("cpu"), group), collective=name
+            *(q, k, v, plan.tensors(device), group), collective=name
         )
         dout = torch.randn(attended.out.shape, generator=torch.Generator().manual_seed(1))
-        grads = torch.autograd.grad(attended.out, (q, k, v), dout.to(dtype))
+        grads = torch.autograd.grad(attended.out, (q, k, v), dout.to(device, dtype))
         results.append([attended.out, attended.lse, *grads])
     for flat, relayed in zip(*results, strict=True):
         assert torch.equal(flat, relayed)
@@ -145,6 +153,21 @@ def test_attention_has_the_bits_of_all_to_all(ranks_of, hosts, dtype):
     for name, degree in (("varlen_causal", 0), ("shared_prefix", 1), ("holes", 2)):
         case = replace(SQUARE[name], heads=HEADS)
         ranks_of(len(hosts)).run(run_attention, case, options_of(hosts, degree), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1), (0, 0, 1, 1), (0, 1, 0, 1)], ids=str)
+def test_on_gpus(gpu_ranks_of, hosts):
+    """GPUs of one host that are said to be on several."""
+    ranks = gpu_ranks_of(len(hosts))
+    heads = HeadShape(4, 2, 64, 64)
+    for name, degree in (("varlen_causal", 0), ("shared_prefix", 1), ("causal_129x129", 0)):
+        case = replace(SQUARE[name], heads=heads)
+        ranks.run(run_attention, case, options_of(hosts, degree), torch.bfloat16, "cuda")
+        chosen = {"collective": "hierarchical", "device": "cuda"}
+        ranks.run(run_with, case, options_of(hosts, degree), torch.bfloat16, chosen)
+    staged, options = replace(LAST_SEES_ALL, heads=heads), options_of(hosts, strategy="sequential")
+    ranks.run(run_attention, staged, options, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
