@@ -1,4 +1,4 @@
-"""What every strategy of `magi-bench ranks` would take on any number of ranks, by its moves and the rates of a machine.
+"""The time of every strategy of `magi-bench ranks` on any number of ranks, by its moves and the rates of a machine.
 
 A strategy is its computation on the slowest rank and the rows that it moves, which wait for each other as its code has
 it (`ranks/strategies`). Ranks are neighbours in **domains**: hosts, or racks whose links are as fast; a group that is
@@ -85,7 +85,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of a rank."""
+        """Tokens of a rank."""
         return self.slices.seqlen_q // self.cp
 
     @cached_property
@@ -137,8 +137,8 @@ class Work:
         return self.seconds(*((0, rows) if is_far else (rows, 0)))
 
     def cut(self, parts: int, documents: Sequence[int] | None = None) -> float:
-        """How much more a kernel computes where documents are cut into parts for each of as many ranks, and each of
-        these attends to each part by itself."""
+        """The factor by which a kernel computes more where documents are cut into parts, one for each of as many ranks,
+        and each rank attends to each part by itself."""
         documents = self.known if documents is None else documents
         if parts == 1:
             return 1.0
@@ -306,7 +306,7 @@ def torch_head_tail(work: Work) -> Prediction:
 
 
 def loads_of(work: Work) -> StageLoads:
-    """What our placement gives to each rank."""
+    """The loads of each rank by our placement."""
     host = hosts_of(work.domain, work.cp)
     # Where every rank needs most chunks, four for each rank: finer ones would be millions of ranges.
     size = None
@@ -344,7 +344,7 @@ OURS: dict[str, bool | None] = {"magi": None, "magi-flat": False, "magi-hierarch
 
 
 def predict(work: Work, names: Iterable[str] = (*OURS, *OTHERS)) -> dict[str, Prediction]:
-    """What the strategies would take, or why they cannot.
+    """Predicts strategies, or says why they cannot run.
 
     Args:
         work: the attention.

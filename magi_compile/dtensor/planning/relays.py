@@ -180,18 +180,17 @@ def _before(line: Tensor, rows: Tensor) -> Tensor:
     order = line.argsort(stable=True)
     in_order, ordered = pick(line, order), pick(rows, order)
     before = ordered.cumsum(0) - ordered
-    _, first = _groups(in_order)
+    first = _first_of_line(in_order)
     found = torch.empty_like(rows)
     found[order] = before - pick(before, first)
     return found
 
 
-def _groups(line: Tensor) -> tuple[Tensor, Tensor]:
-    """For neighbours that are equal: the number of their group, and where it begins; of each entry."""
+def _first_of_line(line: Tensor) -> Tensor:
+    """The number of the first entry of each one's line, where those of a line are neighbours; int64 `[num]`."""
     is_new = torch.ones_like(line, dtype=torch.bool)
     is_new[1:] = line[1:] != line[:-1]
-    number = is_new.cumsum(0) - 1
-    return number, pick(is_new.nonzero().flatten(), number)
+    return pick(is_new.nonzero().flatten(), is_new.cumsum(0) - 1)
 
 
 def _relieved(parts: MovingRows, host: Tensor) -> Tensor:
@@ -218,7 +217,7 @@ def _relieved(parts: MovingRows, host: Tensor) -> Tensor:
     line_of_rank = (
         torch.arange(num_stages, device="cpu")[:, None] * num_hosts + host[by_host]
     ).flatten()
-    _, first = _groups(line_of_rank)
+    first = _first_of_line(line_of_rank)
     begin_of_line = rows.new_zeros(num_stages * num_hosts)
     begin_of_line[line_of_rank] = pick(end - left, first)
     beyond = is_beyond.nonzero().flatten()

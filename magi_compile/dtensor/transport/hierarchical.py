@@ -161,7 +161,7 @@ class _Behind:
         return Exchange(*self._rest)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """What both have brought."""
+        """The rows that both have brought."""
         arrived = self._first.wait()
         if self._second is None:
             self._second = self._start()
