@@ -74,17 +74,17 @@ def sum_kernel(
         live = col < widths[t]
         value = tl.zeros([BLOCK], SUM)
         if prior is not None:
-            at = prior[t] + row.to(tl.int64) * widths[t] + col
-            value += tl.load(at, mask=live, other=0.0).to(SUM)
+            home = prior[t] + row.to(tl.int64) * widths[t] + col
+            value += tl.load(home, mask=live, other=0.0).to(SUM)
         part = tl.zeros([BLOCK], SUM)
         for i in range(first, last):
             source = tl.load(order + i).to(tl.int64)
             if source >= 0:
-                at = arrived[t] + source * arrived_strides[t] + col
-                summand = tl.load(at, mask=live, other=0.0).to(SUM)
+                theirs = arrived[t] + source * arrived_strides[t] + col
+                summand = tl.load(theirs, mask=live, other=0.0).to(SUM)
             else:
-                at = buffers[t] + (-1 - source) * buffer_strides[t] + col
-                summand = tl.load(at, mask=live, other=0.0).to(SUM)
+                own = buffers[t] + (-1 - source) * buffer_strides[t] + col
+                summand = tl.load(own, mask=live, other=0.0).to(SUM)
             if opens is None:
                 value += summand
             else:
