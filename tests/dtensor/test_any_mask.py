@@ -264,6 +264,21 @@ def run_on_two_hosts(group):
     assert plan(scattered(), mesh_of(group), options=handed_on(SPREAD)).explain().relayed[0]
 
 
+def run_as_torchrun_starts_it(group):
+    """Ranks of two hosts, which nobody but the launcher mentions."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("LOCAL_WORLD_SIZE", 2), ("WORLD_SIZE", 4), ("GROUP_WORLD_SIZE", 2)):
+            patch.setenv(name, str(value))
+        made = plan(causal(), mesh_of(group), options=AT_ONCE)
+        assert made.explain().hosts == (0, 0, 1, 1)
+        step(group, causal(), relative, AT_ONCE)
+        step(group, scattered(), alibi, replace(SPREAD, hierarchical=True), eagerly)
+
+
+def test_as_torchrun_starts_it(ranks_of):
+    ranks_of(4).run(run_as_torchrun_starts_it)
+
+
 def test_two_hosts(ranks_of):
     ranks_of(4).run(run_on_two_hosts)
 
