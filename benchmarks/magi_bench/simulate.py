@@ -2,7 +2,8 @@
 
 For each number of ranks and each strategy: balance, key rows received and sent per rank (in units of the rows
 a rank holds), beside all-gather, Ulysses and a lower bound, planning time on one thread, and the efficiency that
-the cost model predicts, forward and backward.
+the cost model predicts, forward and backward. With `--preset` and `--measured`, every strategy of the field instead
+(`field.py`).
 """
 
 from __future__ import annotations
@@ -15,19 +16,13 @@ from pathlib import Path
 
 import torch
 
-from magi_bench import arguments
+from magi_bench import arguments, field_report
 from magi_bench.workloads.lengths import SAMPLERS, sample
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads, plan_communication
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.dispatch import STRATEGIES, Dispatch, dispatch
 from magi_compile.dtensor.planning.ranges import total_by_owner, unite
-from magi_compile.dtensor.planning.stages import (
-    backward_seconds,
-    choose_degree,
-    early_seconds,
-    forward_begins_early,
-    forward_seconds,
-)
+from magi_compile.dtensor.planning.stages import choose_pass
 from magi_compile.masks.library import MASKS
 from magi_compile.masks.slices import AttnSlices
 
@@ -89,20 +84,15 @@ def simulate(
         )
         rows = RankRows.of(where)
         loads = StageLoads.of(rows)
-        degree_fwd = choose_degree(loads, cost, early=cost.starts_early)
-        degree_bwd = choose_degree(loads, cost, backward=True)
-        is_early = cost.starts_early and degree_fwd == 0 and forward_begins_early(loads, cost)
+        forward = choose_pass(loads, cost, early=cost.starts_early)
+        backward = choose_pass(loads, cost, backward=True)
         # A forward pass that begins early is cut in two like one stage.
-        degrees = {1 if is_early else degree_fwd, degree_bwd}
+        degrees = {1 if forward.is_early else forward.degree, backward.degree}
         plan_communication(rows, sorted(degrees)).stages(0)
         seconds.append(time.thread_time() - start)
     area, local = loads.area.double(), where.seqlen_local
     ideal = area.mean().item() * cost.seconds_per_area
     ideal_bwd = ideal * cost.backward_area_factor
-    forward, backward = (
-        early_seconds(loads, cost) if is_early else forward_seconds(loads, degree_fwd, cost),
-        backward_seconds(loads, degree_bwd, cost),
-    )
     return Outcome(
         cp=cp_size,
         chunk=where.chunk_size,
@@ -115,10 +105,10 @@ def simulate(
         gather=float(cp_size - 1),
         ulysses=ulysses_rows(cp_size),
         plan_ms=min(seconds) * 1e3,
-        degree_fwd=degree_fwd,
-        degree_bwd=degree_bwd,
-        eff_fwd=ideal / forward if ideal else 1.0,
-        eff_bwd=ideal_bwd / backward if ideal else 1.0,
+        degree_fwd=forward.degree,
+        degree_bwd=backward.degree,
+        eff_fwd=ideal / forward.seconds if ideal else 1.0,
+        eff_bwd=ideal_bwd / backward.seconds if ideal else 1.0,
     )
 
 
@@ -254,6 +244,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--tflops", type=positive, default=600.0, help="of one rank's attention forward")
     option("--gbytes", type=positive, default=350.0, help="per second into one rank")
     option("--plot", type=Path, help="where to write a picture")
+    option(
+        "--preset", choices=("seeds",), help="predict every strategy of `ranks` on the seeds' masks"
+    )
+    option("--rank-tokens", type=arguments.length, default="8K", help="of a rank, with --preset")
+    option(
+        "--domain", type=_each(count), default="8,72", help="ranks with fast links, with --preset"
+    )
+    option("--gbytes-far", type=positive, default=50.0, help="per second between domains")
+    option("--measured", type=Path, nargs="+", default=[], help="results to compare with")
     parser.set_defaults(command=run)
 
 
@@ -266,6 +265,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and not args.plot.parent.is_dir():
         raise FileNotFoundError(f"`--plot` must lie in a folder that exists, got {args.plot}")
     torch.set_num_threads(1)
+    if args.preset or args.measured:
+        return field_report.run(args)
     outcomes = measure(args)
     title = f"{args.mask}, {args.tokens} tokens"
     arguments.say(f"{title}, mean of {args.packs} packs, seed {args.seed}")

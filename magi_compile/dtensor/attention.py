@@ -62,7 +62,8 @@ def context_parallel_attention(
         softmax_scale: factor of the scores; None stands for `head_dim ** -0.5`.
         softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
         kernel: the only kernel to use, by name; None chooses.
-        collective: how rows move, "native" or "all_to_all"; None chooses.
+        collective: how rows move, "native", "all_to_all" or "hierarchical"; None chooses. The last one
+            needs a plan that was made for it (`ContextParallelOptions.hierarchical`).
         reduce_group: the same ranks again, for gradients on their way home: they wait for no cast in `group`, at the
             price of another communicator. None takes `group`.
         batch_entries: how many entries of a batch are among the heads, the same on every rank.

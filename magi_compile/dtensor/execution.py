@@ -9,7 +9,7 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -137,6 +137,7 @@ class DevicePlan:
     bits: Tensor | None = None  # the blocks of bits of all stages
     entries: Entries = ONE_ENTRY
     is_exact: bool = True  # neither blocks of bits nor entries with masks of their own
+    relayed: tuple[bool, bool] = (False, False)  # whether routes forward and backward have legs
     calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # as the ops keep them
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
@@ -358,6 +359,8 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
         position += torch.Size(shape).numel()
         return data[begin:position].view(shape)
 
+    num_hosts, *relayed = take_counts(3)
+    hosts = tuple(take_counts(num_hosts)) or None
     num_blocks, *of_entries = take_counts(3)
     entries = Entries(*of_entries)
     bits = take(num_blocks, BLOCK, WORDS) if num_blocks >= 0 else None
@@ -370,19 +373,27 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     )
     assert queries is not None
 
-    def stage() -> DeviceStage:
+    def route() -> Route:
+        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
+        host = num_runs + rest + take_counts(4 * sum(num_runs))
+        return Route.unpack(host, take(sum(num_runs), 4), cp_size, hosts)
+
+    def stage(has_legs: int) -> DeviceStage:
         is_local, num_slices, seqlen_k = take_counts(3)
         ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
         slices = AttnSlices.unchecked(*ranges, rows, seqlen_k, bits)
         entry = take(num_slices) if entries.number > 1 else None
         if is_local:
             return DeviceStage(slices, None, entry)
-        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
-        host = num_runs + rest + take_counts(4 * sum(num_runs))
-        return DeviceStage(slices, Route.unpack(host, take(sum(num_runs), 4), cp_size), entry)
+        of_stage = route()
+        if has_legs:
+            of_stage = replace(of_stage, legs=(route(), route()))
+        return DeviceStage(slices, of_stage, entry)
 
-    stages = [stage() for _ in range(num_forward + num_backward)]
-    forward, backward = stages[:num_forward], stages[num_forward:]
+    forward, backward = (
+        [stage(has_legs) for _ in range(number)]
+        for number, has_legs in zip((num_forward, num_backward), relayed, strict=True)
+    )
     merged = None
     # A rank of which all keys are local or all are remote has one stage anyway.
     if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
@@ -390,4 +401,6 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     sizes_of = (digest, rank, cp_size, rows, key_rows)
     where = (queries, queries if keys is None else keys)
     is_exact = bits is None and entries.number == 1
-    return DevicePlan(*sizes_of, forward, backward, merged, *where, bits, entries, is_exact)
+    passes = (forward, backward, merged)
+    have_legs = (bool(relayed[0]), bool(relayed[1]))
+    return DevicePlan(*sizes_of, *passes, *where, bits, entries, is_exact, have_legs)

@@ -33,6 +33,11 @@ class PlanExplanation:
         local_area: those of them whose key is on the same rank.
         received_rows: key rows of others that each rank receives, in a forward pass and again in a backward pass.
         sent_rows: key rows that each rank sends, once for each rank that receives them.
+        hosts: the host of each rank; None where all are on one.
+        relayed: whether rows cross hosts once for each host, and are handed on there, forward and backward.
+        crossing_rows: key rows of all ranks that cross hosts in a forward and in a backward pass; gradients of as many
+            come back.
+        crossing_rows_apart: the same in either pass if every rank got them from where they are held.
         mask: how this rank has the mask, in words: slices, blocks of bits, and whose masks they are.
         forward: how a forward pass goes on, in words.
         backward: the same of a backward pass.
@@ -52,6 +57,10 @@ class PlanExplanation:
     local_area: tuple[int, ...]
     received_rows: tuple[int, ...]
     sent_rows: tuple[int, ...]
+    hosts: tuple[int, ...] | None
+    relayed: tuple[bool, bool]
+    crossing_rows: tuple[int, int]
+    crossing_rows_apart: int
     mask: str
     forward: str
     backward: str
@@ -95,6 +104,7 @@ class PlanExplanation:
                 f"receives  {mean:,.0f} rows of keys a rank, at most {max(self.received_rows):,}, rank {self.rank} "
                 f"{self.received_rows[self.rank]:,}; an all-gather {self.gathered_rows:,} ({mean / gathered:.1%})",
                 f"sends     at most {max(self.sent_rows):,} rows, rank {self.rank} {self.sent_rows[self.rank]:,}",
+                *self._hosts_in_words(),
                 f"forward   {self.forward}",
                 f"          predicted: {times[0]}",
                 f"backward  {self.backward}",
@@ -102,17 +112,34 @@ class PlanExplanation:
             ]
         )
 
+    def _hosts_in_words(self) -> list[str]:
+        if self.hosts is None:
+            return []
+        apart, words = self.crossing_rows_apart, []
+        for name, is_relayed, rows in zip(
+            ("forward", "backward"), self.relayed, self.crossing_rows, strict=True
+        ):
+            how = "one for each rank that needs it"
+            if is_relayed:
+                how = f"one for each host, which hands it on; one for each rank would be {apart:,}"
+                how += f" ({rows / max(apart, 1):.1%} of these)"
+            words.append(f"          {name} {rows:,} rows of keys cross, {how}")
+        return [f"hosts     {len({*self.hosts})}", *words]
+
 
 def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
     """Explains `plan` for all ranks, by the rates `cost`."""
     where = plan.dispatch
-    loads = StageLoads.of(RankRows.of(where))
+    host = None if plan.hosts is None else torch.tensor(plan.hosts, device="cpu")
+    loads = StageLoads.of(RankRows.of(where), host)
+    ways = [loads.relayed or loads if is_relayed else loads for is_relayed in plan.relayed]
+    apart, *crossing = (0 if x.hops is None else x.hops[0].crossing for x in (loads, *ways))
     degrees = [_degree_of(stages) for stages in (plan.forward, plan.backward)]
     if plan.forward_is_early:
-        forward = early_seconds(loads, cost)
+        forward = early_seconds(ways[0], cost)
     else:
-        forward = forward_seconds(loads, degrees[0], cost)
-    backward = backward_seconds(loads, degrees[1], cost)
+        forward = forward_seconds(ways[0], degrees[0], cost)
+    backward = backward_seconds(ways[1], degrees[1], cost)
     ideal = loads.area.double().mean().item() * cost.seconds_per_area
     of_ranks = (loads.area, loads.local_area, loads.recv_rows, loads.send_rows)
     area, local, received, sent = (tuple(x.tolist()) for x in of_ranks)
@@ -128,6 +155,10 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         local_area=local,
         received_rows=received,
         sent_rows=sent,
+        hosts=plan.hosts,
+        relayed=plan.relayed,
+        crossing_rows=(crossing[0], crossing[1]),
+        crossing_rows_apart=apart,
         mask=_mask_in_words(plan),
         forward=early if plan.forward_is_early else _in_words(plan.forward),
         backward=_in_words(plan.backward),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, overload
 
 import torch
@@ -19,6 +19,7 @@ from magi_compile._kept import Made, Memo
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
+from magi_compile.dtensor.planning.hosts import launched_hosts
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import (
     Ahead,
@@ -196,7 +197,8 @@ def plan(
             has them, and there may be as many as queries. For `masks` a list or dict like it; None, or a missing name,
             where the keys are placed here.
         ranks: instead of `mesh`, `(cp_size, rank)`, for a process that has no process group, such as a worker of a
-            DataLoader. Gives a `HostPlan`, which can be pickled, and whose `on(mesh)` is the `SequencePlan`.
+            DataLoader. Gives a `HostPlan`, which can be pickled, and whose `on(mesh)` is the `SequencePlan`. Where
+            hosts are not among `options`, ranks are taken for neighbours in the job, from rank 0 on.
 
     Returns:
         This rank's `SequencePlan`, with `ranks` its `HostPlan`. For `masks`, one plan for each, in a list or dict like
@@ -223,14 +225,18 @@ class _Where(NamedTuple):
     device: torch.device
     size: int
     rank: int
+    in_job: Sequence[int]  # the numbers that ranks have there
 
     @staticmethod
     def of(mesh: Any, ranks: Any = None, keys: Any = None) -> _Where:
         """As the arguments of `plan` say. Of this thread: another one has another current device."""
         if ranks is not None:
-            return _Where(None, torch.device("cpu"), *_ranks_of(ranks, mesh, keys))
+            size, rank = _ranks_of(ranks, mesh, keys)
+            in_job = [*range(size)] if isinstance(size, int) else []
+            return _Where(None, torch.device("cpu"), size, rank, in_job)
         group = group_of(mesh)
-        return _Where(group, _device_of(mesh), group.size(), group.rank())
+        in_job = dist.get_process_group_ranks(group)
+        return _Where(group, _device_of(mesh), group.size(), group.rank(), in_job)
 
 
 @one_thread()
@@ -247,7 +253,10 @@ def _planned(
     keys: Any = None,
 ) -> Callable[[], Any]:
     """Does what `plan` does on the host, and returns the function that does the rest, on the device."""
-    group, device, size, rank = where
+    group, device, size, rank, in_job = where
+    is_asked = isinstance(options, ContextParallelOptions) and options.hierarchical
+    if is_asked and options.hosts is None:
+        options = replace(options, hosts=launched_hosts(in_job))
     is_one = masks is None
     if not is_one and mask is not None:
         raise ValueError(

@@ -83,7 +83,8 @@ def _execution(
             _begin_ahead(plan, options, scaled, k, v)
         asked = Asked.of(options, scaled.softmax_scale, (q, k, v), wanted)
         chosen = asked.choice(plan.entries, has_bits=plan.bits is not None)
-        moving = select_collective(options.collective, group, q.device)
+        name, has_legs = options.collective, plan.relayed[is_backward]
+        moving = select_collective(name, group, q.device, has_legs=has_legs)
         prepared = Prepared(plan, chosen.kernel, chosen.problem, moving, chosen.packing)
         if len(plan.calls) >= _MOST_KINDS:
             plan.calls.clear()

@@ -1,5 +1,7 @@
 """Masks without exact slices, masks of each head and batch entry, and score_mods across ranks: what one process has."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -250,6 +252,36 @@ def run_on_four(group):
 
 def test_four_ranks(ranks_of):
     ranks_of(4).run(run_on_four)
+
+
+def run_on_two_hosts(group):
+    def handed_on(options):
+        return replace(options, hosts=(0, 1, 1, 0), hierarchical=True)
+
+    step(group, scattered(), alibi, handed_on(SPREAD), eagerly)
+    step(group, of_entries_and_heads(), no_score_mod, handed_on(AT_ONCE))
+    step(group, of_heads(), relative, handed_on(UNEVEN), ours)
+    assert plan(scattered(), mesh_of(group), options=handed_on(SPREAD)).explain().relayed[0]
+
+
+def run_as_torchrun_starts_it(group):
+    """Ranks of two hosts, which nobody but the launcher mentions."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("LOCAL_WORLD_SIZE", 2), ("WORLD_SIZE", 4), ("GROUP_WORLD_SIZE", 2)):
+            patch.setenv(name, str(value))
+        asked = replace(AT_ONCE, hierarchical=True)
+        made = plan(causal(), mesh_of(group), options=asked)
+        assert made.explain().hosts == (0, 0, 1, 1)
+        step(group, causal(), relative, asked)
+        step(group, scattered(), alibi, replace(SPREAD, hierarchical=True), eagerly)
+
+
+def test_as_torchrun_starts_it(ranks_of):
+    ranks_of(4).run(run_as_torchrun_starts_it)
+
+
+def test_two_hosts(ranks_of):
+    ranks_of(4).run(run_on_two_hosts)
 
 
 # Compiled: the next step has another mask's data, and compiles nothing again.

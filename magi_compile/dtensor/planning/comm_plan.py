@@ -15,7 +15,7 @@ cut into d equal parts, whose casts run while the stage before is being computed
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from magi_compile.dtensor.planning.ranges import (
     split_at_multiples,
     unite,
 )
+from magi_compile.dtensor.planning.relays import MovingRows, Relays
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 
@@ -97,6 +98,9 @@ class Transfer(NamedTuple):
     send_counts: list[int]  # rows for each rank
     recv_counts: list[int]
     peak_received: int  # rows of the largest buffer of any rank
+    legs: tuple[Transfer, Transfer] | None = (
+        None  # the same rows by way of relays: the second leg is from buffers to buffers
+    )
 
     @property
     def num_received(self) -> int:
@@ -116,22 +120,11 @@ class Stage(NamedTuple):
         None  # int32 `[num_slices]`, whose they are where entries have masks of their own (`cover`)
     )
 
-
-class MovingRows(NamedTuple):
-    """Key rows on their way to or from one rank, one entry for each degree and range of rows in one chunk; int64
-    `[num_degrees * num_needs]`, in the order of degrees, receivers and keys."""
-
-    stage: Tensor
-    buffer_row: Tensor
-    receiver: Tensor
-    lo: Tensor  # rows of the sequence
-    hi: Tensor
-    sender: Tensor  # may be the receiver itself
-    source_row: Tensor  # the row `lo` on the sender
-
-    @property
-    def rows(self) -> Tensor:
-        return self.hi - self.lo
+    def without_legs(self) -> Stage:
+        """The stage whose rows come from where they are held."""
+        if self.transfer is None or self.transfer.legs is None:
+            return self
+        return self._replace(transfer=self.transfer._replace(legs=None))
 
 
 class Buffers(NamedTuple):
@@ -159,6 +152,7 @@ class CommPlan:
         remote_before: int64 `[num_needs]`, the same of those that another rank holds.
         remote_middle: float64 `[num_needs]`, the same up to the middle of each.
         buffers: of each degree. Remote stages in which nothing moves on any rank do not exist.
+        host: int64 `[cp_size]`, that of each rank, where rows cross hosts by way of relays; else None.
     """
 
     rows: RankRows
@@ -167,6 +161,7 @@ class CommPlan:
     remote_before: Tensor
     remote_middle: Tensor
     buffers: Sequence[Buffers]
+    host: Tensor | None = None
 
     @property
     def num_stages(self) -> int:
@@ -182,6 +177,9 @@ class CommPlan:
         theirs = MovingRows(*(x[:, first:].flatten() for x in fields))
         slices = self._slices(rank, mine) if has_slices else self._no_slices(rank)
         transfers = self._transfers(mine, theirs)
+        if self.host is not None:
+            legs = self._legs(self.host, rank, mine, theirs)
+            transfers = [x._replace(legs=of_x) for x, of_x in zip(transfers, legs, strict=True)]
         return [
             [
                 Stage(
@@ -191,6 +189,29 @@ class CommPlan:
             ]
             for degree, first, buffers in self._first_stages()
         ]
+
+    def _legs(
+        self, host: Tensor, rank: int, mine: MovingRows, theirs: MovingRows
+    ) -> Iterable[tuple[Transfer, Transfer]]:
+        """One rank's share of both legs of each stage, where `mine` and `theirs` are what it receives and sends in
+        all."""
+        near_mine, near_theirs = (
+            x.take(pick(host, x.receiver) == pick(host, x.sender)) for x in (mine, theirs)
+        )
+        relays, parts = self._relays, self._relays.parts
+        first = self._transfers(
+            near_mine.then(parts.take(parts.receiver == rank)),
+            near_theirs.then(parts.take(parts.sender == rank)),
+        )
+        return zip(first, self._transfers(*relays.second_leg(rank)), strict=True)
+
+    @cached_property
+    def _relays(self) -> Relays:
+        """The relays of all ranks in all stages."""
+        assert self.host is not None
+        index = far_needs(self.rows, self.host)
+        far = MovingRows(*(x.flatten() for x in self._moving_rows(index)))
+        return Relays.of(far, self.host, torch.cat([x.rows for x in self.buffers], 1).t())
 
     def _first_stages(self) -> Iterable[tuple[int, int, Buffers]]:
         """Each degree, the number of its first stage, and its buffers."""
@@ -321,12 +342,20 @@ class CommPlan:
         ]
 
 
-def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
+def far_needs(rows: RankRows, host: Tensor) -> Tensor:
+    """The numbers of the needs that a rank of another host holds, where `host` is that of each rank."""
+    return (pick(host, rows.needs.owner) != pick(host, rows.holder)).nonzero().flatten()
+
+
+def plan_communication(
+    rows: RankRows, degrees: Sequence[int], host: Tensor | None = None
+) -> CommPlan:
     """The communication of all ranks in all stages.
 
     Args:
         rows: what each rank needs.
         degrees: each a number of remote stages, or 0 for one stage with everything; the plans of all lie side by side.
+        host: int64 `[cp_size]`, that of each rank, for transfers that have both legs as well.
 
     Returns:
         The plan, with the stages of all `degrees`.
@@ -378,6 +407,7 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
         remote_before,
         middle,
         [buffers_of(degree) for degree in degrees],
+        host,
     )
 
 
@@ -400,15 +430,41 @@ def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
     return index, pick(first, index) + step
 
 
+class Hop(NamedTuple):
+    """An exchange between ranks.
+
+    Attributes:
+        near: the most rows that a rank sends to others of its host, or receives from them.
+        far: the same of other hosts.
+        crossing: all rows that cross hosts.
+    """
+
+    near: int
+    far: int = 0
+    crossing: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class StageLoads:
-    """The loads of every rank that decide the degree: int64 `[cp_size]` each."""
+    """The loads of every rank that decide the degree: int64 `[cp_size]` each.
 
-    area: Tensor  # visible (row, key) pairs
-    local_area: Tensor  # those whose keys are on the same rank
-    recv_rows: Tensor  # remote key rows
+    Attributes:
+        area: visible (row, key) pairs.
+        local_area: those whose keys are on the same rank.
+        recv_rows: remote key rows.
+        send_rows: the same, of those who hold them.
+        query_rows: of each rank.
+        hops: the exchanges of a cast of all remote rows, where several hosts are known; else None.
+        relayed: the same loads where rows cross hosts by way of relays.
+    """
+
+    area: Tensor
+    local_area: Tensor
+    recv_rows: Tensor
     send_rows: Tensor
-    query_rows: int  # of each rank
+    query_rows: int
+    hops: tuple[Hop, ...] | None = None
+    relayed: StageLoads | None = None
 
     @cached_property
     def areas(self) -> list[tuple[int, int]]:
@@ -421,12 +477,15 @@ class StageLoads:
         return self.recv_rows.tolist()  # type: ignore[no-any-return]
 
     @cached_property
-    def most_rows(self) -> int:
-        """The most that a rank sends or receives."""
-        return max(*self.received, *self.send_rows.tolist())
+    def exchanges(self) -> tuple[Hop, ...]:
+        """The exchanges of a cast of all remote rows; one between ranks of one host, if no other is known."""
+        if self.hops is None:
+            return (Hop(max(*self.received, *self.send_rows.tolist())),)
+        return self.hops
 
     @staticmethod
-    def of(rows: RankRows) -> StageLoads:
+    def of(rows: RankRows, host: Tensor | None = None) -> StageLoads:
+        """The loads where ranks need `rows`, on hosts `host`, int64 `[cp_size]`, or all on one."""
         where, needs = rows.dispatch, rows.needs
         table, zeros = where.table, torch.zeros(where.cp_size, dtype=torch.int64, device="cpu")
         is_remote = rows.holder != needs.owner
@@ -438,10 +497,36 @@ class StageLoads:
             pick(local.lo, key), pick(local.hi, key)
         )
         local_area = zeros.index_add(0, pick(sees.owner, rect), of_keys.area())
-        return StageLoads(
+        loads = StageLoads(
             table.area[where.chunks].sum(1),
             mean_area(local_area, table.num_entries),
             zeros.index_add(0, needs.owner, moved),
             zeros.index_add(0, rows.holder, moved),
             where.seqlen_local,
         )
+        if host is None:
+            return loads
+        flat, relayed = _hops(rows, host, moved)
+        return replace(loads, hops=flat, relayed=replace(loads, hops=relayed))
+
+
+def _hops(rows: RankRows, host: Tensor, moved: Tensor) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+    """The exchanges of a cast of all remote rows at once, of which each need has `moved`: without relays, and with."""
+    needs, cp_size = rows.needs, rows.dispatch.cp_size
+    index = far_needs(rows, host)
+    far = torch.zeros_like(moved).index_add_(0, index, pick(moved, index))
+    zero = torch.zeros_like(index)
+    owner, lo, hi = needs.take(index)
+    all_far = MovingRows(zero, zero, owner, lo, hi, pick(rows.holder, index), zero)
+    relays = Relays.of(all_far, host, torch.zeros_like(host)[None])
+    parts = relays.parts
+
+    def most(receiver: Tensor, sender: Tensor, count: Tensor) -> int:
+        zeros = count.new_zeros(cp_size)
+        return max(int(zeros.index_add(0, x, count).max()) for x in (receiver, sender))
+
+    near = most(needs.owner, rows.holder, moved - far)
+    flat = Hop(near, most(needs.owner, rows.holder, far), int(far.sum()))
+    crossing = most(parts.receiver, parts.sender, parts.rows)
+    first = Hop(near, crossing, int(parts.rows.sum()))
+    return (flat,), (first, Hop(max(int(x.max()) for x in relays.handed_on(cp_size))))

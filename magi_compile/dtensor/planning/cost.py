@@ -26,6 +26,7 @@ class CostModel:
         backward_reduce_factor: sending back dK and dV of a row over receiving K and V of it.
         backward_wave_rows: key rows that the whole GPU works on at a time backward, where dK and dV of a block of
             rows are one thread block's work; few times as many cannot be dealt evenly. 0 where that is no matter.
+        other_host_factor: receiving a row from another host over receiving one of the same host, for several hosts.
         starts_early: whether the forward kernel is an `EarlyKernel`, which hides a cast without another stage.
     """
 
@@ -37,6 +38,7 @@ class CostModel:
     backward_area_factor: float = 2.5
     backward_reduce_factor: float = 1.0
     backward_wave_rows: float = 0.0
+    other_host_factor: float = 7.0
     starts_early: bool = False
 
     def __post_init__(self) -> None:
@@ -58,8 +60,10 @@ class CostModel:
         bytes_per_value: int = 2,
         flops_per_second: float = 600e12,
         bytes_per_second: float = 350e9,
+        bytes_per_second_between_hosts: float = 50e9,
     ) -> CostModel:
-        """The model of given heads at given rates; the defaults are round figures for H200s on NVLink.
+        """The model of given heads at given rates; the defaults are round figures for H200s on NVLink, each with a link
+        of 400 Gbit/s to other hosts.
 
         Those of stages are measured: forward 22 to 31 ns a row of 64 heads of 128, whatever the mask, backward 50.
         """
@@ -67,7 +71,11 @@ class CostModel:
         for name, given in (numbers | {"bytes_per_value": bytes_per_value}).items():
             check_count(name, given, 1)
         check_groups(nheads_q, nheads_kv)
-        rates = {"flops_per_second": flops_per_second, "bytes_per_second": bytes_per_second}
+        rates = {
+            "flops_per_second": flops_per_second,
+            "bytes_per_second": bytes_per_second,
+            "bytes_per_second_between_hosts": bytes_per_second_between_hosts,
+        }
         for name, rate in rates.items():
             check_number(name, rate)
             if rate == 0:
@@ -79,6 +87,7 @@ class CostModel:
             stage_seconds_per_row=30 * stage,
             backward_stage_seconds_per_row=50 * stage,
             backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms=132),
+            other_host_factor=bytes_per_second / bytes_per_second_between_hosts,
             starts_early=True,
         )
 

@@ -4,12 +4,13 @@ A plan is two int tensors, so that a compiled graph takes it as a value: a new m
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
     meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward
-            begins early, blocks of bits, batch entries and heads with masks of their own, tokens, chunk_size, chunks of
-                a rank, the same three of keys that are a sequence of their own or 0, 0, 0, the chunks of all ranks,
-                those of keys, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs,
-                peak_received, send_counts, recv_counts, sends, recvs
+            begins early, how many hosts of ranks follow, whether stages forward have legs and those backward do, the
+            host of each rank or nothing, blocks of bits, batch entries and heads with masks of their own, tokens,
+            chunk_size, chunks of a rank, the same three of keys that are a sequence of their own or 0, 0, 0, the chunks
+            of all ranks, those of keys, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs,
+            peak_received, send_counts, recv_counts, sends, recvs, and the last seven of both legs
     data    the blocks of bits, then for each stage: q_ranges, k_ranges, mask_types, the entries of slices where these
-                have masks of their own, sends, recvs
+                have masks of their own, sends, recvs, and those of both legs
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ from magi_compile.dtensor.planning.dispatch import (
     dispatch_as,
     dispatch_together,
 )
+from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of
 from magi_compile.dtensor.planning.local_cover import cover_of_rank
 from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.dtensor.planning.one_thread import one_thread
-from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
+from magi_compile.dtensor.planning.stages import choose_pass
 from magi_compile.masks.arguments import check_count, check_device, check_flag
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops.validation import check_number
@@ -73,6 +75,10 @@ class ContextParallelOptions:
         early: whether a forward pass with degree 0 may begin before remote keys arrive, where the kernel can and `cost`
             says that it pays.
         cost: the rates of computation and communication.
+        hosts: which ranks reach each other by fast links: the host of each rank, (0, 0, 1, 1), or how many neighbours
+            share one. None: with `hierarchical`, `plan` takes what torchrun says; otherwise all are on one.
+        hierarchical: whether rows cross hosts once for each host that needs them, and are handed on there. None asks
+            the cost model, where `hosts` are given.
     """
 
     strategy: StrategyName = "local"
@@ -82,6 +88,8 @@ class ContextParallelOptions:
     backward_degree: int | None = None
     early: bool = True
     cost: CostModel = DEFAULT_COST
+    hosts: int | Sequence[int] | None = None
+    hierarchical: bool | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_size", 1), ("degree", 0), ("backward_degree", 0)):
@@ -91,6 +99,11 @@ class ContextParallelOptions:
         check_strategy(self.strategy)
         check_number("slack", self.slack)
         check_flag("early", self.early)
+        if self.hierarchical is not None:
+            check_flag("hierarchical", self.hierarchical)
+        check_hosts(self.hosts)
+        if isinstance(self.hosts, Sequence):  # for a hash and a digest
+            object.__setattr__(self, "hosts", tuple(self.hosts))
         if not isinstance(self.cost, CostModel):
             raise TypeError(f"`cost` must be a CostModel, got {type(self.cost).__name__}")
 
@@ -108,6 +121,8 @@ class RankPlan:
 
     Where `forward_is_early`, the two forward stages are one: its local keys and its remote ones. `bits` are the blocks
     of bits of all stages, if the mask has some, and `entries` the batch entries and heads with masks of their own.
+    `hosts` is the host of each rank, None where all are on one; `relayed` says of the forward and the
+    backward whether all of its transfers have legs.
     """
 
     dispatch: Dispatch
@@ -118,6 +133,8 @@ class RankPlan:
     forward_is_early: bool = False
     bits: Tensor | None = None
     entries: Entries = ONE_ENTRY
+    hosts: tuple[int, ...] | None = None
+    relayed: tuple[bool, bool] = (False, False)
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,13 +155,20 @@ class RankPlan:
         where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
         meta += [len(self.forward), len(self.backward), int(self.forward_is_early)]
+        hosts = self.hosts or ()
+        meta += [len(hosts), *map(int, self.relayed), *hosts]
         meta += [-1 if self.bits is None else len(self.bits), *self.entries]
         placements = [where, where.other_keys]
         for x in placements:
             meta += [0, 0, 0] if x is None else [x.total, x.chunk_size, x.chunks.shape[1]]
         for x in placements:
             meta += [] if x is None else x.chunks.flatten().tolist()
-        transfers = [stage.transfer for stage in stages if stage.transfer is not None]
+        transfers = [
+            way
+            for stage in stages
+            if stage.transfer is not None
+            for way in (stage.transfer, *(stage.transfer.legs or ()))
+        ]
         # All tables of ranges become a list and int32 together.
         ranges = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
         table = torch.cat([*ranges, torch.zeros(0, 4, dtype=torch.int64, device="cpu")])
@@ -158,11 +182,11 @@ class RankPlan:
                 data.append(entry)
             if transfer is None:
                 continue
-            num_runs = [len(transfer.sends), len(transfer.recvs)]
-            meta += [*num_runs, transfer.peak_received]
-            meta += transfer.send_counts + transfer.recv_counts
-            meta += itertools.islice(numbers, 4 * sum(num_runs))
-            data += [next(tables), next(tables)]
+            for way in (transfer, *(transfer.legs or ())):
+                num_runs = [len(way.sends), len(way.recvs)]
+                meta += [*num_runs, way.peak_received, *way.send_counts, *way.recv_counts]
+                meta += itertools.islice(numbers, 4 * sum(num_runs))
+                data += [next(tables), next(tables)]
         # Never fewer than two entries, which Dynamo would take for a constant size: the next plan would compile again.
         flat = torch.cat(
             [*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32, device="cpu")]
@@ -374,21 +398,24 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def _plan(
     where: Dispatch, rank: int, options: ContextParallelOptions, digest: int, mask: AttnSlices
 ) -> RankPlan:
-    rows = RankRows.of(where)
+    rows, hosts = RankRows.of(where), hosts_of(options.hosts, where.cp_size)
     degree, backward_degree = options.degree, options.backward_degree
     # No kernel begins early with blocks of bits, nor with entries that have masks of their own.
     early = options.early and options.cost.starts_early and not isinstance(mask, Cover)
-    is_early = False
-    if degree is None or backward_degree is None or (early and degree == 0):
-        loads = StageLoads.of(rows)
-        if degree is None:
-            degree = choose_degree(loads, options.cost, early=early)
-        if backward_degree is None:
-            backward_degree = choose_degree(loads, options.cost, backward=True)
-        if early and degree == 0 and forward_begins_early(loads, options.cost):
-            degree, is_early = 1, True
+    is_early, relayed = False, options.hierarchical if hosts is not None else False
+    is_relayed = [bool(relayed)] * 2
+    host = None if hosts is None else torch.tensor(hosts, device="cpu")
+    if None in (degree, backward_degree, relayed) or (early and degree == 0):
+        loads, cost = StageLoads.of(rows, host), options.cost
+        way = choose_pass(loads, cost, degree=degree, early=early, relayed=relayed)
+        back = choose_pass(loads, cost, degree=backward_degree, backward=True, relayed=relayed)
+        is_early, is_relayed = way.is_early, [way.is_relayed, back.is_relayed]
+        degree, backward_degree = 1 if is_early else way.degree, back.degree
+    assert degree is not None
+    assert backward_degree is not None
     degrees = sorted({degree, backward_degree})
-    communication, bits, entries = plan_communication(rows, degrees), None, ONE_ENTRY
+    communication = plan_communication(rows, degrees, host if any(is_relayed) else None)
+    bits, entries = None, ONE_ENTRY
     if isinstance(mask, Cover):
         local = cover_of_rank(mask, communication, rank)
         plans, entries = local.stages, mask.entries
@@ -399,8 +426,14 @@ def _plan(
             [stage._replace(whole=None) for stage in stages]
             for stages in communication.stages(rank)
         ]
-    forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
-    return RankPlan(where, rank, digest, forward, backward, is_early, bits, entries)
+    forward, backward = (
+        plans[degrees.index(x)]
+        if has_legs
+        else [stage.without_legs() for stage in plans[degrees.index(x)]]
+        for x, has_legs in zip((degree, backward_degree), is_relayed, strict=True)
+    )
+    of_mask = (forward, backward, is_early, bits, entries)
+    return RankPlan(where, rank, digest, *of_mask, hosts, (is_relayed[0], is_relayed[1]))
 
 
 def _content_of(slices: AttnSlices, cp_size: int) -> bytes:

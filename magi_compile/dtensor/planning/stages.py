@@ -66,6 +66,66 @@ def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     return early < max(area + cast for area, _ in areas)
 
 
+class Chosen(NamedTuple):
+    """The way of a pass.
+
+    Attributes:
+        degree: remote stages.
+        is_early: whether a forward begins before its remote keys are there; its degree is 0 then.
+        is_relayed: whether rows cross hosts by way of relays.
+        seconds: predicted.
+    """
+
+    degree: int
+    is_early: bool
+    is_relayed: bool
+    seconds: float
+
+
+def choose_pass(
+    loads: StageLoads,
+    cost: CostModel,
+    *,
+    degree: int | None = None,
+    backward: bool = False,
+    early: bool = False,
+    relayed: bool | None = None,
+) -> Chosen:
+    """The stages of a pass, and the way of its rows. All ranks compute the same.
+
+    Args:
+        loads: of all ranks.
+        cost: rates.
+        degree: remote stages; None chooses.
+        backward: of the backward pass.
+        early: whether a forward pass with degree 0 may begin before remote keys are there; no matter with `backward`.
+        relayed: whether rows cross hosts by way of relays; None takes what is predicted to be faster. Without several
+            hosts they do not.
+
+    Returns:
+        The choice, with relays by a choice of one stage at most: those that need a row share its way if they need it in
+        one stage.
+    """
+
+    def way(its_loads: StageLoads, *, is_relayed: bool) -> Chosen:
+        stages, most = degree, 1 if is_relayed else MAX_DEGREE
+        if stages is None:
+            stages = choose_degree(its_loads, cost, backward=backward, early=early, max_degree=most)
+        if backward:
+            return Chosen(stages, False, is_relayed, backward_seconds(its_loads, stages, cost))
+        if early and stages == 0 and forward_begins_early(its_loads, cost):
+            return Chosen(stages, True, is_relayed, early_seconds(its_loads, cost))
+        return Chosen(stages, False, is_relayed, forward_seconds(its_loads, stages, cost))
+
+    found = []
+    if not relayed or loads.relayed is None:
+        found.append(way(loads, is_relayed=False))
+    if relayed is not False and loads.relayed is not None:
+        found.append(way(loads.relayed, is_relayed=True))
+    least = min(x.seconds for x in found)
+    return next(x for x in found if x.seconds <= least * (1 + TIE))
+
+
 def choose_degree(
     loads: StageLoads,
     cost: CostModel,
@@ -137,9 +197,11 @@ def _early_forward(area: float, local: float, cast: float) -> float:
 
 
 def _casts(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
-    """Seconds of one cast for each of `degrees`; the slowest link decides."""
-    seconds = loads.most_rows * cost.seconds_per_row
-    return [cost.latency_seconds + seconds / max(degree, 1) for degree in degrees]
+    """Seconds of one cast for each of `degrees`; the slowest link decides, and exchanges follow each other."""
+    hops = loads.exchanges
+    rows = sum(max(hop.near, hop.far * cost.other_host_factor) for hop in hops)
+    seconds, latency = rows * cost.seconds_per_row, len(hops) * cost.latency_seconds
+    return [latency + seconds / max(degree, 1) for degree in degrees]
 
 
 class _Rank(NamedTuple):

@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.planning.cost import CostModel, check_groups, wave_rows
+from magi_compile.dtensor.planning.cost import (
+    DEFAULT_COST,
+    CostModel,
+    check_groups,
+    wave_rows,
+)
+from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of, launched_hosts
 from magi_compile.dtensor.transport.collectives import (
     Collective,
     CollectiveName,
@@ -53,6 +59,7 @@ def calibrate(
     seqlen: int = 8192,
     collective: CollectiveName = "auto",
     repeats: int = 5,
+    hosts: int | Sequence[int] | None = None,
 ) -> CostModel:
     """Measures compute and communication; all ranks of `group` call it together.
 
@@ -66,14 +73,15 @@ def calibrate(
         seqlen: rows of one rank; the larger, the less fixed costs blur the rates.
         collective: how rows move, a name in `collectives.COLLECTIVES`.
         repeats: runs of each measurement.
+        hosts: as in `ContextParallelOptions`; rows between hosts are measured apart.
 
     Returns:
         The model, equal on all ranks.
 
     Raises:
         TypeError: if an argument is of another kind.
-        ValueError: if a number is less than 1, `nheads_kv` does not divide `nheads_q`, or q, k and v cannot have the
-            dtype.
+        ValueError: if a number is less than 1, `nheads_kv` does not divide `nheads_q`, q, k and v cannot have the
+            dtype, or `hosts` are not as many as ranks.
         NotImplementedError: if no kernel can run this.
     """
     if not isinstance(group, dist.ProcessGroup):
@@ -87,6 +95,10 @@ def calibrate(
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
     check_collective(collective)
+    check_hosts(hosts)
+    host = hosts_of(hosts, group.size())
+    if hosts is None:
+        host = launched_hosts(dist.get_process_group_ranks(group))
     device = check_device(device)
     q = torch.randn(seqlen, nheads_q, head_dim, device=device, dtype=dtype)
     k, v = torch.randn(2, seqlen, nheads_kv, head_dim, device=device, dtype=dtype)
@@ -97,20 +109,25 @@ def calibrate(
         _stage_seconds(attention, clock),
         _backward_stage_seconds(attention, clock),
     )
-    moving = select_collective(collective, group, device)
-    latency, casting, reduce = _moving_seconds(moving, (k, v), group, clock)
+    moving = _Moving(select_collective(collective, group, device), (k, v), group, clock)
+    near, far = _peers(group.size(), host)
+    if any(far) and not any(len(peers) > 1 for peers in near):
+        near = far  # every rank is a host of its own
+    row, reduce_factor = moving.seconds_of_a_row(near)
+    other_host = moving.seconds_of_a_row(far)[0] if any(far) else row
     kernel, num_sms = attention.kernel, 0
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return CostModel(
         seconds_per_area=forward / seqlen**2,
-        seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
+        seconds_per_row=row,
         stage_seconds_per_row=stage / seqlen,
         backward_stage_seconds_per_row=backward_stage / seqlen,
-        latency_seconds=latency,
+        latency_seconds=moving.latency,
         backward_area_factor=backward / forward,
-        backward_reduce_factor=reduce / casting,
+        backward_reduce_factor=reduce_factor,
         backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms),
+        other_host_factor=other_host / row if any(far) and row else DEFAULT_COST.other_host_factor,
         starts_early=isinstance(kernel, EarlyKernel),
     )
 
@@ -168,26 +185,65 @@ def _backward_stage_seconds(attention: _TimedAttention, clock: _Clock) -> float:
     return clock.seconds(gradient_of_one_pair) + clock.seconds(lambda: sum_partials([dq, dq]))
 
 
-def _moving_seconds(
-    moving: Collective, tensors: Sequence[Tensor], group: dist.ProcessGroup, clock: _Clock
-) -> tuple[float, float, float]:
-    """The times of a cast of one row and, beyond that, of a cast of all rows to all ranks, and of a reduce of them."""
-    rows, device = tensors[0].shape[0], tensors[0].device
-    route = _everything_to_everyone(group, rows, device)
-    one_row = _everything_to_everyone(group, 1, device)
-    sums = [torch.empty_like(x) for x in tensors]
+class _Moving:
+    """Casts and reduces.
 
-    def cast(route: Route) -> Sequence[Tensor]:
-        casts = moving.casts(tensors, [route], group)
+    Args:
+        collective: moves the rows.
+        tensors: whose rows move.
+        group: the ranks.
+        clock: measures.
+
+    Attributes:
+        latency: the time of a cast of one row.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        tensors: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        clock: _Clock,
+    ):
+        self._collective, self._tensors, self._group = collective, tensors, group
+        self._clock = clock
+        everyone, _ = _peers(group.size(), None)
+        one_row = self._route(everyone, 1)
+        self.latency = clock.seconds(lambda: self._cast(one_row))
+
+    def _route(self, peers: Sequence[Sequence[int]], rows: int) -> Route:
+        return _everything(self._group, peers, rows, self._tensors[0].device)
+
+    def _cast(self, route: Route) -> Sequence[Tensor]:
+        casts = self._collective.casts(self._tensors, [route], self._group)
         buffers = next(casts).wait()
         assert next(casts, None) is None
         return buffers
 
-    latency = clock.seconds(lambda: cast(one_row))
-    casting = max(clock.seconds(lambda: cast(route)) - latency, 1e-9)
-    buffers = cast(route)
-    reduce = clock.seconds(lambda: moving.start_reduce(buffers, route, group).write_sums(sums))
-    return latency, casting, max(reduce - latency, 1e-9)
+    def seconds_of_a_row(self, peers: Sequence[Sequence[int]]) -> tuple[float, float]:
+        """The time in which a rank receives a row, where each rank sends all of its rows to each of its `peers`; and
+        that of sending its gradients back, over that."""
+        rows = self._tensors[0].shape[0]
+        route = self._route(peers, rows)
+        sums = [torch.empty_like(x) for x in self._tensors]
+        casting = max(self._clock.seconds(lambda: self._cast(route)) - self.latency, 1e-9)
+        buffers = self._cast(route)
+
+        def reduce() -> None:
+            self._collective.start_reduce(buffers, route, self._group).write_sums(sums)
+
+        reducing = max(self._clock.seconds(reduce) - self.latency, 1e-9)
+        others = max(len({*of_rank} - {rank}) for rank, of_rank in enumerate(peers))
+        return casting / max(rows * others, 1), reducing / casting
+
+
+def _peers(cp_size: int, host: Sequence[int] | None) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of the host of each rank, itself among them, and the others."""
+    host = host or [0] * cp_size
+    ranks = range(cp_size)
+    near = [[peer for peer in ranks if host[peer] == host[rank]] for rank in ranks]
+    far = [[peer for peer in ranks if host[peer] != host[rank]] for rank in ranks]
+    return near, far
 
 
 def _keys(
@@ -201,15 +257,17 @@ def _keys(
     return AttnSlices.from_slices(slices, seqlen_q or queries, keys).to(device)
 
 
-def _everything_to_everyone(group: dist.ProcessGroup, rows: int, device: torch.device) -> Route:
-    """Each rank sends all of its rows to all ranks, itself included."""
-    cp_size, rank = group.size(), group.rank()
-    sends = [[peer, 0, rank * rows, rows] for peer in range(cp_size)]
-    recvs = [[peer, peer * rows, 0, rows] for peer in range(cp_size)]
-    ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu")
-    counts = [rows] * cp_size
-    host = [cp_size, cp_size, cp_size * rows, *counts, *counts, *ranges.flatten().tolist()]
-    return Route.unpack(host, ranges.to(device), cp_size)
+def _everything(
+    group: dist.ProcessGroup, peers: Sequence[Sequence[int]], rows: int, device: torch.device
+) -> Route:
+    """Each rank sends its first `rows` rows to each of its peers, whose peer it is."""
+    rank, mine = group.rank(), peers[group.rank()]
+    sends = [[peer, 0, peers[peer].index(rank) * rows, rows] for peer in mine]
+    recvs = [[peer, i * rows, 0, rows] for i, peer in enumerate(mine)]
+    ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu").view(-1, 4)
+    counts = [rows if peer in mine else 0 for peer in range(group.size())]
+    numbers = [len(mine), len(mine), rows * max(map(len, peers)), *counts, *counts]
+    return Route.unpack([*numbers, *ranges.flatten().tolist()], ranges.to(device), group.size())
 
 
 class _Clock:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.transport import rows
-from magi_compile.dtensor.transport.collectives import Route
+from magi_compile.dtensor.transport.collectives import PendingCast, PendingReduce, Route
 
 SMS = 32  # fastest with 16 of 0, 16, 32 and 48 on four H200s, whose exchange is 25 thread blocks
 
@@ -37,8 +37,8 @@ class AllToAll:
 
     def casts(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
-    ) -> Iterator[_Cast]:
-        return (_Cast(tensors, route.derive(_Order, group.rank()), group) for route in routes)
+    ) -> Iterator[PendingCast]:
+        return (_Cast(tensors, route.derive(Order, group.rank()), group) for route in routes)
 
     def outbox(
         self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
@@ -47,14 +47,14 @@ class AllToAll:
 
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
-    ) -> _Reduce:
-        return _Reduce(tensors, route.derive(_Order, group.rank()), group)
+    ) -> PendingReduce:
+        return _Reduce(tensors, route.derive(Order, group.rank()), group)
 
     def release(self, group: dist.ProcessGroup) -> None:
         """Nothing: what waits are kernels of the backend, which only it can end."""
 
 
-class _Order:
+class Order:
     """A route row by row, int32: what travels, in the order of ranks, and what stays."""
 
     def __init__(self, route: Route, rank: int):
@@ -63,6 +63,7 @@ class _Order:
             for counts in (route.send_counts, route.recv_counts)
         )
         self.num_received = route.num_received
+        self._order = rows.order_of_sums(rank, route.hosts)
         self.send_rows, self.own_home_rows = _apart(route.sends, route.send_counts, rank)
         self.recv_rows, self.own_buffer_rows = _apart(route.recvs, route.recv_counts, rank)
         first, count = route.host_recvs[:, 1], route.host_recvs[:, 3]
@@ -72,7 +73,7 @@ class _Order:
 
     def sums(self, num_rows: int) -> rows.Sums:
         if num_rows not in self._sums:
-            own = (self.own_home_rows, self.own_buffer_rows)
+            own = (self.own_home_rows, self.own_buffer_rows, self._order)
             self._sums[num_rows] = rows.Sums(self.send_rows, num_rows, self.send_counts, *own)
         return self._sums[num_rows]
 
@@ -87,7 +88,7 @@ def _apart(ranges: Tensor, counts: list[int], rank: int) -> tuple[Tensor, Tensor
 class _Cast:
     sms = SMS
 
-    def __init__(self, tensors: Sequence[Tensor], order: _Order, group: dist.ProcessGroup):
+    def __init__(self, tensors: Sequence[Tensor], order: Order, group: dist.ProcessGroup):
         self._order = order
         packed = rows.gather(tensors, order.send_rows)
         self._exchange = Exchange(packed, order.send_counts, order.recv_counts, group)
@@ -106,7 +107,7 @@ class _Cast:
 
 
 class _Reduce:
-    def __init__(self, tensors: Sequence[Tensor], order: _Order, group: dist.ProcessGroup):
+    def __init__(self, tensors: Sequence[Tensor], order: Order, group: dist.ProcessGroup):
         self._tensors, self._order = tensors, order
         packed = rows.gather(tensors, order.recv_rows)
         self._exchange = Exchange(packed, order.recv_counts, order.send_counts, group)
@@ -142,7 +143,7 @@ def _refuse_expandable_segments(*buffers: Tensor) -> None:
         return
     if torch.cuda.get_allocator_backend() == "native" and _are_expandable(buffers):
         raise RuntimeError(
-            "`collective` is 'all_to_all' and a CUDA graph captures it in expandable segments, where "
+            "`collective` moves rows by NCCL and a CUDA graph captures it in expandable segments, where "
             "NCCL's registration of graph "
             "buffers exchanges the wrong memory; set NCCL_GRAPH_REGISTER=0 in the environment of every rank, or remove "
             "expandable_segments:True from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
@@ -160,13 +161,21 @@ def _are_expandable(buffers: Sequence[Tensor]) -> bool:
 
 
 class Exchange:
-    """An all-to-all of rows `[num, width]` under way; keeps both buffers alive, and is kept until `wait` returns."""
+    """An all-to-all of rows `[num, width]` under way; keeps both buffers alive, and is kept until `wait` returns.
+    `arriving` is the room for what comes, if there is one already."""
 
     def __init__(
-        self, packed: Tensor, send: list[int], recv: list[int], group: dist.ProcessGroup
+        self,
+        packed: Tensor,
+        send: list[int],
+        recv: list[int],
+        group: dist.ProcessGroup,
+        arriving: Tensor | None = None,
     ) -> None:
         self._sent = packed
-        self.arriving = packed.new_empty(sum(recv), packed.shape[1])
+        if arriving is None:
+            arriving = packed.new_empty(sum(recv), packed.shape[1])
+        self.arriving = arriving
         # As bytes, because backends differ in the dtypes they know.
         outgoing, incoming = (x.view(torch.uint8) for x in (packed, self.arriving))
         if not packed.is_cuda:
@@ -186,6 +195,11 @@ class Exchange:
         if not self._side.pending:
             current.wait_event(reached)
         self._side.pending.add(self)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream that it is on, for tensors on a GPU."""
+        return self._side.stream
 
     def wait(self) -> Tensor:
         if self.arriving.is_cuda:

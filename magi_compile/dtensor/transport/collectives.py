@@ -16,7 +16,12 @@ the host wait for the device: a call enqueues work behind what the current strea
 `PendingReduce.write_sums` make the current stream wait for it. Meanwhile the caller computes on the current stream, and
 may start a reduce while a cast is under way. The tensors of a cast are neither written nor freed before the iterator
 is exhausted, which happens right after the last `wait`; those of a reduce not before its `write_sums`. Buffers belong
-to the caller. Sums add up in a fixed order: equal inputs give equal bits.
+to the caller.
+
+Sums add up in a fixed order, so that equal inputs give equal bits: what the rank itself has, what others of its host
+have by rank, and then host by host what all ranks of that host have together, added up by rank in fp32 and rounded to
+the dtype that travels. That order is the same whether a host adds up its part (`hierarchical`) or the rank whose rows
+they are does. Where all ranks are on one host, it is the rank itself and then the others by rank.
 """
 
 from __future__ import annotations
@@ -57,6 +62,10 @@ class Route:
         recv_counts: rows received from each rank.
         peak_received: the largest `num_received` of any rank.
         num_received: rows of the buffer.
+        hosts: the host of each rank; None where all are on one, or nobody knows.
+        legs: the same rows by way of relays, if they are planned (`planning/relays.py`): home rows to buffers, and then
+            rows of buffers to others of the same host. The two together fill each row of the buffer once, and the first
+            one rows behind it, which are there to be handed on.
     """
 
     sends: Tensor
@@ -67,12 +76,19 @@ class Route:
     recv_counts: list[int]
     peak_received: int
     num_received: int
+    hosts: tuple[int, ...] | None = None
+    legs: tuple[Route, Route] | None = None
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def unpack(host: list[int], ranges: Tensor, cp_size: int) -> Route:
+    def unpack(
+        host: list[int],
+        ranges: Tensor,
+        cp_size: int,
+        hosts: tuple[int, ...] | None = None,
+    ) -> Route:
         """A route of `[num_sends, num_recvs, peak_received, *send_counts, *recv_counts, *sends, *recvs]`, with
-        `ranges`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`."""
+        `ranges`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`, and the host of each rank."""
         num_sends, num_recvs, peak_received, *rest = host
         counts, flat = rest[: 2 * cp_size], rest[2 * cp_size :]
         on_host = torch.tensor(flat, dtype=torch.int32, device="cpu").view(-1, 4)
@@ -80,7 +96,7 @@ class Route:
         host_sends, host_recvs = on_host.split([num_sends, num_recvs])
         send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
         of_rows = (send_counts, recv_counts, peak_received, sum(recv_counts))
-        return Route(sends, recvs, host_sends, host_recvs, *of_rows)
+        return Route(sends, recvs, host_sends, host_recvs, *of_rows, hosts)
 
     def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
         """`make(self, *arguments)`, made once: what an implementation needs of the route.
@@ -191,16 +207,21 @@ class Collective(Protocol):
 
 
 #: As a caller may ask for a collective: "auto" takes the first of `COLLECTIVES` that serves.
-CollectiveName: TypeAlias = Literal["auto", "native", "all_to_all"]
+CollectiveName: TypeAlias = Literal["auto", "native", "hierarchical", "all_to_all"]
+
+HIERARCHICAL = "hierarchical"  # takes routes that have legs, and no others
 
 # "module:Class" by name, in order of preference; resolved at first use.
 COLLECTIVES: dict[str, str] = {
+    HIERARCHICAL: "magi_compile.dtensor.transport.hierarchical:Hierarchical",
     "native": "magi_compile.dtensor.transport.native:NativeCollective",
     "all_to_all": "magi_compile.dtensor.transport.all_to_all:AllToAll",
 }
 
 
-def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+def select(
+    name: str, group: dist.ProcessGroup, device: torch.device, *, has_legs: bool = False
+) -> Collective:
     """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing; why the
     others do is logged.
 
@@ -208,6 +229,7 @@ def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collect
         name: as in `COLLECTIVES`, or "auto".
         group: the ranks.
         device: of the rows that are to move.
+        has_legs: whether all routes of the plan have legs.
 
     Returns:
         The implementation, of which there is one instance.
@@ -216,10 +238,10 @@ def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collect
         ValueError: if there is none of that name.
         NotImplementedError: if every considered one refuses, with all reasons.
     """
-    chosen = _chosen.setdefault(group, {})
-    if (name, device) not in chosen:
-        chosen[name, device] = _select(name, group, device)
-    return chosen[name, device]
+    chosen, key = _chosen.setdefault(group, {}), (name, device, has_legs)
+    if key not in chosen:
+        chosen[key] = _select(name, group, device, has_legs=has_legs)
+    return chosen[key]
 
 
 def release(group: dist.ProcessGroup) -> None:
@@ -240,10 +262,19 @@ def check_collective(name: Any) -> None:
         )
 
 
-def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+def _select(
+    name: str, group: dist.ProcessGroup, device: torch.device, *, has_legs: bool
+) -> Collective:
     check_collective(name)
+    if name == HIERARCHICAL and not has_legs:
+        raise NotImplementedError(
+            "`collective` 'hierarchical' needs a plan of several hosts that was made for it: "
+            "ContextParallelOptions(hosts=..., hierarchical=True)"
+        )
     reasons: list[str] = []
     for considered in COLLECTIVES if name == "auto" else (name,):
+        if considered == HIERARCHICAL and not has_legs:
+            continue
         refusals = _refusals(considered, group, device)
         if not refusals:
             if reasons and group.rank() == 0:

@@ -65,8 +65,31 @@ def widths(tensors: Sequence[Tensor]) -> list[int]:
     return [x.shape[1:].numel() for x in tensors]
 
 
+OWN = -1  # among ranks: the rank itself
+
+
+def order_of_sums(rank: int, hosts: Sequence[int] | None) -> list[list[int]] | None:
+    """The order in which rows of `rank` are added up: its own, those of its host by rank, and then host by host what
+    ranks of that host add up to.
+
+    Args:
+        rank: whose rows they are.
+        hosts: the host of each rank; None where all are on one.
+
+    Returns:
+        As `Sums` takes it.
+    """
+    if hosts is None:
+        return None
+    peers = range(len(hosts))
+    near = [peer for peer in peers if hosts[peer] == hosts[rank] and peer != rank]
+    others = sorted({*hosts} - {hosts[rank]})
+    far = [[peer for peer in peers if hosts[peer] == host] for host in others]
+    return [[OWN], *([peer] for peer in near), *far]
+
+
 class Sums:
-    """The rows that add up to each home row, in order: one of the rank itself, then those of others by rank.
+    """The rows that add up to each home row, in order: by default one of the rank itself, then those of others by rank.
 
     Args:
         rows: int32 `[num]`, the home row of each row that arrives, where these come in the order of ranks.
@@ -74,6 +97,8 @@ class Sums:
         counts: rows that arrive from each rank. A rank never sends two for one home row.
         own_home_rows: int32 `[num_own]`, home rows to which the rank itself has something to add, no row twice.
         own_buffer_rows: int32 `[num_own]`, where that lies.
+        order: groups of ranks, of which one is `OWN`; those of a group are added up first, and rounded as rows travel.
+            A rank that is in none has nothing to add. None is the default.
     """
 
     def __init__(
@@ -83,17 +108,33 @@ class Sums:
         counts: list[int],
         own_home_rows: Tensor,
         own_buffer_rows: Tensor,
+        order: list[list[int]] | None = None,
     ):
         self._rows, self._counts = rows, counts
-        # By home row, and by rank within it.
-        self._order = torch.argsort(rows, stable=True).to(torch.int32)
-        edges = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
-        self._begin = torch.searchsorted(rows[self._order], edges, out_int32=True)
         self._own_home_rows, self._own_buffer_rows = own_home_rows, own_buffer_rows
-        self._own: Tensor | None = None  # the buffer row of each home row, -1 for none
-        if len(own_home_rows):
-            self._own = torch.full_like(edges[1:], -1)
-            self._own[own_home_rows.long()] = own_buffer_rows
+        self._groups = order or [[OWN], *([peer] for peer in range(len(counts)))]
+        # Rows of others by number, own ones as -1 - row, in the order of groups; then by home row.
+        number = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        homes, sources = ([*x.split(counts)] for x in (rows, number))
+        homes.append(own_home_rows)
+        sources.append(-1 - own_buffer_rows)
+        ranks = [peer for group in self._groups for peer in group]
+        home = torch.cat([homes[peer] for peer in ranks])
+        by_home = torch.argsort(home, stable=True)
+        self._order = torch.cat([sources[peer] for peer in ranks])[by_home]
+        home = home[by_home]
+        edges = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
+        self._begin = torch.searchsorted(home, edges, out_int32=True)
+        self._opens: Tensor | None = None  # int8, 1 where a group begins
+        if any(len(group) > 1 for group in self._groups):
+            numbers = [
+                homes[peer].new_full(homes[peer].shape, i)
+                for i, group in enumerate(self._groups)
+                for peer in group
+            ]
+            group = torch.cat(numbers)[by_home]
+            self._opens = torch.ones_like(group, dtype=torch.int8)
+            self._opens[1:] = (group[1:] != group[:-1]) | (home[1:] != home[:-1])
 
     def write(
         self,
@@ -105,26 +146,33 @@ class Sums:
         """The sums of several tensors at once, added up in fp32 or wider and rounded once.
 
         Args:
-            outs: `[num_rows, ...]`, contiguous, of one dtype.
+            outs: `[num_rows, ...]`, of one dtype; the values of a row lie side by side.
             prior: contiguous tensors of the same shapes, to which all else is added; None for zeros. May be `outs`.
             buffers: `[num_received, ...]`, what the rank itself has; the values of a row lie side by side, or are
                 copied to do so.
-            arrived: `[num, ...]`, likewise.
+            arrived: `[num, ...]`, likewise, of one dtype with `buffers`.
         """
         if outs[0].is_cuda:
-            order = (self._begin, self._order, self._own)
+            order = (self._begin, self._order, self._opens)
             _kernels().write_sums(outs, prior, buffers, arrived, *order)
             return
+        rows = [*self._rows.split(self._counts), self._own_home_rows]
         for i, out in enumerate(outs):
             total = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+            total = total.contiguous()
             if prior is not None:
                 total += prior[i]
             flat = total.flatten(1)
-            own = buffers[i].flatten(1)[self._own_buffer_rows.long()]
-            flat[self._own_home_rows.long()] += own
-            blocks = (self._rows.split(self._counts), arrived[i].split(self._counts))
-            for rows, block in zip(*blocks, strict=True):
-                flat[rows.long()] += block.flatten(1)
+            blocks = [
+                *arrived[i].flatten(1).split(self._counts),
+                buffers[i].flatten(1)[self._own_buffer_rows.long()],
+            ]
+            for group in self._groups:
+                sums = flat if len(group) == 1 else torch.zeros_like(flat)
+                for peer in group:
+                    sums[rows[peer].long()] += blocks[peer]
+                if sums is not flat:
+                    flat += sums.to(arrived[i].dtype)
             out.copy_(total)
 
 

@@ -54,36 +54,47 @@ def sum_kernel(
     arrived,
     begin,
     order,
-    own,
+    opens,
     widths,
+    out_strides,
     buffer_strides,
     arrived_strides,
     NUM_TENSORS: tl.constexpr,
     SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row r of each of `outs` = row r of `prior`, if there is one, + row `own[r]` of `buffers`, if there is one, + rows
-    `order[begin[r]]`, `order[begin[r] + 1]`, ... of `arrived`, one after another."""
+    """Row r of each of `outs` = row r of `prior`, if there is one, + rows `order[begin[r]]`, `order[begin[r] + 1]`, ...
+    of `arrived`, one after another; a negative i is the row -1 - i of `buffers`. Those of a group, which begins where
+    `opens` is 1, are added up first, and rounded to the dtype of `arrived`; without `opens` each is a group."""
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(begin + row)
     last = tl.load(begin + row + 1)
     for t in tl.static_range(NUM_TENSORS):
         live = col < widths[t]
-        home = row.to(tl.int64) * widths[t] + col
         value = tl.zeros([BLOCK], SUM)
         if prior is not None:
-            value += tl.load(prior[t] + home, mask=live, other=0.0).to(SUM)
-        if own is not None:
-            source = tl.load(own + row).to(tl.int64)
-            if source >= 0:
-                at = buffers[t] + source * buffer_strides[t] + col
-                value += tl.load(at, mask=live, other=0.0).to(SUM)
+            home = prior[t] + row.to(tl.int64) * widths[t] + col
+            value += tl.load(home, mask=live, other=0.0).to(SUM)
+        part = tl.zeros([BLOCK], SUM)
         for i in range(first, last):
             source = tl.load(order + i).to(tl.int64)
-            at = arrived[t] + source * arrived_strides[t] + col
-            value += tl.load(at, mask=live, other=0.0).to(SUM)
-        tl.store(outs[t] + home, value.to(outs[t].dtype.element_ty), mask=live)
+            if source >= 0:
+                theirs = arrived[t] + source * arrived_strides[t] + col
+                summand = tl.load(theirs, mask=live, other=0.0).to(SUM)
+            else:
+                own = buffers[t] + (-1 - source) * buffer_strides[t] + col
+                summand = tl.load(own, mask=live, other=0.0).to(SUM)
+            if opens is None:
+                value += summand
+            else:
+                is_new = tl.load(opens + i) != 0
+                of_group = part.to(arrived[t].dtype.element_ty).to(SUM)
+                value += tl.where(is_new, of_group, 0.0)
+                part = tl.where(is_new, 0.0, part) + summand
+        value += part.to(arrived[t].dtype.element_ty).to(SUM)
+        to = outs[t] + row.to(tl.int64) * out_strides[t] + col
+        tl.store(to, value.to(outs[t].dtype.element_ty), mask=live)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -129,7 +140,7 @@ def write_sums(
     arrived: Sequence[Tensor],
     begin: Tensor,
     order: Tensor,
-    own: Tensor | None,
+    opens: Tensor | None,
 ) -> None:
     """See `rows.Sums`."""
     num, widths = len(outs[0]), tuple(x.shape[1:].numel() for x in outs)
@@ -146,8 +157,9 @@ def write_sums(
             arrived,
             begin,
             order,
-            own,
+            opens,
             widths,
+            tuple(x.stride(0) for x in outs),
             tuple(x.stride(0) for x in buffers),
             tuple(x.stride(0) for x in arrived),
             NUM_TENSORS=len(outs),

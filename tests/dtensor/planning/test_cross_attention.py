@@ -18,6 +18,7 @@ from magi_compile.dtensor.planning.keys import cut_keys
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.planning.test_comm_plan import check_loads, check_stages
+from tests.dtensor.planning.test_relays import check_legs, stages_of
 from tests.support.cases import FULL, MASKS, random_disjoint
 
 
@@ -52,6 +53,14 @@ CROSS = {
 def plans_of(where, degree):
     comm = plan_communication(RankRows.of(where), [degree])
     return [comm.stages(rank)[0] for rank in range(where.cp_size)]
+
+
+@pytest.mark.parametrize("degree", [0, 1])
+@pytest.mark.parametrize("name", CROSS)
+def test_legs(name, degree):
+    """Keys that are a sequence of their own cross hosts once for each too."""
+    hosts = (0, 0, 1, 1)
+    check_legs(*stages_of(CROSS[name], hosts, degree), hosts, degree)
 
 
 @pytest.mark.parametrize("name", CROSS)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from magi_bench.workloads.lengths import packs_of_corpus
 from magi_compile.dtensor.planning.chunks import ChunkTable, rank_loads
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.dispatch import (
@@ -14,7 +15,6 @@ from magi_compile.dtensor.planning.dispatch import (
 )
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import SQUARE, documents
-from tests.dtensor.support.packs import document_packs
 from tests.support.cases import random_disjoint, sliding_window, varlen
 
 COMPUTE_BOUND = CostModel(seconds_per_area=1.0, seconds_per_row=0.0)
@@ -117,7 +117,7 @@ def test_documents_of_one_rank_stay_on_it():
 def test_packed_text_is_balanced_and_local(causal):
     total, cp_size, chunk_size = 2**19, 64, 512
     ratios = []
-    for lengths in document_packs(total, 4):
+    for lengths in packs_of_corpus(total, 4):
         slices = documents(lengths, causal)
         table = ChunkTable.of(slices, chunk_size, total // chunk_size)
         loads = {}
@@ -132,12 +132,12 @@ def test_packed_text_is_balanced_and_local(causal):
 def test_chunk_size_follows_the_mask():
     assert choose_chunk_size(AttnSlices.full(2**20), 8) == 8192
     assert choose_chunk_size(AttnSlices.full(2**16), 8) == 512
-    assert choose_chunk_size(documents(document_packs(2**19, 1)[0], True), 64) == 512
+    assert choose_chunk_size(documents(packs_of_corpus(2**19, 1)[0], True), 64) == 512
     assert choose_chunk_size(AttnSlices.causal(1000), 8) == 128
 
 
 def test_smaller_chunks_where_the_largest_do_not_balance():
-    packed = documents(document_packs(8 * 8192, 1, 42)[0], causal=False)
+    packed = documents(packs_of_corpus(8 * 8192, 1, 42)[0], causal=False)
     assert choose_chunk_size(packed, 8) == 512
 
     def imbalance(chunk_size):
@@ -153,7 +153,7 @@ def test_smaller_chunks_where_the_largest_do_not_balance():
 
 
 def test_without_slack_the_balance_is_tight():
-    slices = documents(document_packs(2**16, 1)[0], causal=True)
+    slices = documents(packs_of_corpus(2**16, 1)[0], causal=True)
     plan = dispatch(slices, 8, chunk_size=512, cost=COMPUTE_BOUND, slack=0.0)
     assert rank_loads(ChunkTable.of(slices, 512, 128), plan.chunks).imbalance <= 1.01
 
@@ -174,7 +174,7 @@ def test_bad_arguments(arguments, error, message):
 
 def test_packs_have_their_length():
     for total in (1000, 65536):
-        packs = document_packs(total, 3)
+        packs = packs_of_corpus(total, 3)
         assert [sum(pack) for pack in packs] == [total] * 3
         assert max(max(pack) for pack in packs) <= total // 4
-    assert document_packs(4096, 2) == document_packs(4096, 2)
+    assert packs_of_corpus(4096, 2) == packs_of_corpus(4096, 2)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magi_bench.workloads.lengths import packs_of_corpus
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import dispatch
@@ -20,7 +21,6 @@ from magi_compile.dtensor.planning.stages import (
 from magi_compile.masks.library import MASKS as LIBRARY
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import documents
-from tests.dtensor.support.packs import document_packs
 
 
 def loads(area, local_area, rows, cp_size=2, query_rows=1):
@@ -151,7 +151,7 @@ CALIBRATED += [replace(DEFAULT_COST, backward_area_factor=3.0)]
 
 
 def measured_loads(mask, tokens):
-    (documents,) = document_packs(4 * tokens, 1, seed=42)
+    (documents,) = packs_of_corpus(4 * tokens, 1, seed=42)
     slices = LIBRARY[mask](documents if "document" in mask else [4 * tokens]).slices
     return StageLoads.of(RankRows.of(dispatch(slices, 4)))
 

@@ -27,7 +27,7 @@ def test_move(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums(dtype):
     def write(sums, *tensors):
-        rows_triton.write_sums(*tensors, sums._begin, sums._order, sums._own)
+        rows_triton.write_sums(*tensors, sums._begin, sums._order, sums._opens)
 
     check_sums(write, dtype, out_dtypes=DTYPES)
 

@@ -12,6 +12,14 @@ SQUARE = {
     ]
 }
 
+#: The last quarter sees everything, the others 8 tokens each: of ranks in order, one alone needs what others hold.
+LAST_SEES_ALL = Case(
+    "last_sees_all",
+    320,
+    320,
+    [*((i, i + 8, i, i + 8, 0) for i in range(0, 240, 8)), (240, 320, 0, 320, 0)],
+)
+
 
 def documents(lengths, causal):
     return varlen("documents", lengths, int(causal)).slices()

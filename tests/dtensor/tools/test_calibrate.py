@@ -5,17 +5,20 @@ import math
 import pytest
 import torch
 
+from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.tools.calibrate import calibrate
 
 
-def run_calibrate(group):
+def run_calibrate(group, hosts):
     shape = {"nheads_q": 4, "nheads_kv": 2, "head_dim": 32, "seqlen": 256}
-    return calibrate(group, "cpu", torch.float32, repeats=2, **shape)
+    return calibrate(group, "cpu", torch.float32, repeats=2, hosts=hosts, **shape)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_agree(ranks_of, size):
-    models = ranks_of(size).run(run_calibrate)
+@pytest.mark.parametrize(
+    ("size", "hosts"), [(1, None), (2, None), (2, (0, 1)), (3, (0, 0, 1)), (4, 2)]
+)
+def test_ranks_agree(ranks_of, size, hosts):
+    models = ranks_of(size).run(run_calibrate, hosts)
     assert len(set(models)) == 1
     (model,) = set(models)
     assert 1e-12 < model.seconds_per_area < 1e-3
@@ -26,3 +29,6 @@ def test_ranks_agree(ranks_of, size):
     assert 0.1 < model.backward_area_factor < 100
     assert math.isfinite(model.backward_reduce_factor)
     assert not model.starts_early
+    assert 0 < model.other_host_factor < 1e4
+    if hosts is None:
+        assert model.other_host_factor == DEFAULT_COST.other_host_factor

@@ -71,3 +71,39 @@ def test_one_kernel_for_any_number_of_rows():
         pulls.append(pull(x, places, num, addresses, 256, 16, BLOCK=16, ROWS=4)[1])
     assert moves[0] == moves[1] == moves[2]
     assert pulls[0] == pulls[1] == pulls[2]
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("opens", [None, "*i8"], ids=["each alone", "groups"])
+@pytest.mark.parametrize("prior", [None, "*fp32"], ids=["zeros", "prior"])
+def test_sums_compile_for_hopper(prior, opens):
+    """The interpreter lets a name have several types, and Triton's compiler does not."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from magi_compile.dtensor.transport.rows_triton import sum_kernel
+
+    pair, numbers = ("*bf16", "*bf16"), ("i32", "i32")
+    constants = {"NUM_TENSORS": 2, "SUM": tl.float32, "BLOCK": 1024}
+    signature = {
+        "outs": pair,
+        "prior": (prior, prior),
+        "buffers": pair,
+        "arrived": pair,
+        "begin": "*i32",
+        "order": "*i32",
+        "opens": opens,
+        **dict.fromkeys(("widths", "out_strides", "buffer_strides", "arrived_strides"), numbers),
+    }
+    for name, given in (("prior", prior), ("opens", opens)):
+        if given is None:
+            constants[name] = None
+    signature |= dict.fromkeys(constants, "constexpr")
+    order = [name for name in sum_kernel.arg_names if name in signature]
+    signature = {name: signature[name] for name in order}
+    source = ASTSource(fn=sum_kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "ld.global" in compiled.asm["ptx"]

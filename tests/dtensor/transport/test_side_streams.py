@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from magi_compile.dtensor.transport import all_to_all
 from magi_compile.dtensor.transport.all_to_all import Exchange
+from magi_compile.dtensor.transport.hierarchical import _Behind
 
 
 class Stream:
@@ -104,6 +105,30 @@ def test_an_exchange_that_an_error_dropped_is_not_in_front_of_the_next(streams):
     start(group)
     assert [what for what, _ in current.work] == ["record", "wait"] * 2
     assert len(made) == 1
+
+
+def test_an_exchange_behind_another_follows_it_on_the_side_stream(streams):
+    current, made = streams
+    group, packs = Group(), []
+
+    def pack(arrived, packed):
+        packs.append((len(arrived), len(packed)))
+        torch.cuda.current_stream().work.append("pack")
+
+    first = start(group)
+    like = torch.zeros(3, 2).as_subclass(OnGpu)
+    both = _Behind(first, pack, like, [4, 0], [5, 1], group)
+    (side,) = made
+    assert packs == [(2, 4)]
+    kinds = [x if isinstance(x, str) else x[0] for x in side.work]
+    begin = kinds.index("exchange")
+    assert kinds[begin : begin + 3] == ["exchange", "record", "pack"]
+    assert kinds[-2:] == ["exchange", "record"]
+    # Attention waits for neither: only for the first one to be reached.
+    assert [what for what, _ in current.work] == ["record", "wait"]
+    arrived = both.wait()
+    assert [len(x) for x in arrived] == [2, 6]
+    assert current.work[-1] == ("wait", side.work[-1][1])
 
 
 def test_groups_have_side_streams_of_their_own(streams):

@@ -142,12 +142,16 @@ class Mesh(NamedTuple):
         return place, head
 
 
-def largest_ulysses(problem: Problem, least_ring: int) -> int:
-    """The most ranks that can share the heads, where `least_ring` ranks or more are left for a ring, if there are so
-    many; 1 where heads do not divide."""
-    size, nheads = problem.world.size, problem.settings.nheads_kv
-    fitting = [x for x in range(1, size + 1) if size % x == 0 and nheads % x == 0]
+def largest_ulysses(size: int, nheads_kv: int, least_ring: int) -> int:
+    """The most of `size` ranks that can share the heads, where `least_ring` ranks or more are left for a ring, if there
+    are so many; 1 where heads do not divide."""
+    fitting = [x for x in range(1, size + 1) if size % x == 0 and nheads_kv % x == 0]
     return max(x for x in fitting if size // x >= min(least_ring, size))
+
+
+def default_ulysses(problem: Problem, least_ring: int) -> int:
+    """`largest_ulysses` of the ranks and heads of a problem."""
+    return largest_ulysses(problem.world.size, problem.settings.nheads_kv, least_ring)
 
 
 def widest_window(ring: int) -> int:
@@ -321,7 +325,7 @@ class Usp(OnMesh):
     label = "USP: Ulysses in a zigzag ring"
 
     def mesh(self, problem: Problem) -> Mesh:
-        ulysses = problem.settings.ulysses_degree or largest_ulysses(problem, 2)
+        ulysses = problem.settings.ulysses_degree or default_ulysses(problem, 2)
         return Mesh(ulysses, 1, problem.world.size // ulysses)
 
 
@@ -334,7 +338,7 @@ class LoongTrain(OnMesh):
     head_first = True
 
     def mesh(self, problem: Problem) -> Mesh:
-        ulysses = problem.settings.ulysses_degree or largest_ulysses(problem, 4)
+        ulysses = problem.settings.ulysses_degree or default_ulysses(problem, 4)
         ring = max(problem.world.size // ulysses, 1)
         window = problem.settings.window or widest_window(ring)
         return Mesh(ulysses, ring // window, window, self.head_first)

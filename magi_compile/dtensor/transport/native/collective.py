@@ -216,6 +216,7 @@ class _ReduceOrder:
         self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
         self._sums: dict[int, rows.Sums] = {}
         self._received = route.num_received, route.peak_received
+        self._order = rows.order_of_sums(rank, route.hosts)
         self._rooms: dict[Hashable, _Room] = {}
 
     def room(self, like: Sequence[Tensor]) -> _Room:
@@ -227,7 +228,7 @@ class _ReduceOrder:
 
     def sums(self, num_rows: int) -> rows.Sums:
         if num_rows not in self._sums:
-            own = (self.own_home_rows, self.own_buffer_rows)
+            own = (self.own_home_rows, self.own_buffer_rows, self._order)
             self._sums[num_rows] = rows.Sums(self._home_rows, num_rows, self._counts, *own)
         return self._sums[num_rows]
 

@@ -1,0 +1,366 @@
+"""The time of every strategy of `magi-bench ranks` on any number of ranks, by its moves and the rates of a machine.
+
+A strategy is its computation on the slowest rank and the rows that it moves, which wait for each other as its code has
+it (`ranks/strategies`). Ranks are neighbours in **domains**: hosts, or racks whose links are as fast; a group that is
+in several moves at the pace of its slowest link. Rows are rows of K and V of all kv heads, the unit of `CostModel`.
+Ours is planned as always, and predicted by the cost model that plans it.
+
+Left out: moving tokens to their ranks and back, which HybridCP's authors leave out too; several groups that share a
+link; memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from magi_bench.ranks.strategies.contenders import (
+    DOCUMENT_MASKS,
+    GATHERS,
+    Mesh,
+    largest_ulysses,
+    widest_window,
+)
+from magi_bench.ranks.strategies.schedule import best_schedule
+from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
+from magi_compile.dtensor.planning.cost import CostModel
+from magi_compile.dtensor.planning.dispatch import dispatch
+from magi_compile.dtensor.planning.hosts import hosts_of
+from magi_compile.dtensor.planning.stages import choose_pass
+from magi_compile.masks.slices import AttnSlices
+
+#: Of the forward and the backward of our kernel's rate, on dense masks of an H200.
+FLEX = (0.55, 0.5)
+#: Packing and unpacking what is exchanged between heads, over its transfer inside of a domain.
+PACKING = 1.0
+#: Ranks, and the share of visible pairs, from which a mask is planned in few chunks.
+MANY, DENSE = 256, 0.1
+#: Rows or keys that a kernel computes in vain at the edge of a document, on average.
+EDGE = 64
+
+
+class Predicted(NamedTuple):
+    """A pass of the slowest rank, in seconds, and the rows that the rank which gets most receives forward.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds.
+        near: rows of its domain.
+        far: rows of other domains.
+    """
+
+    forward: float
+    backward: float
+    near: float
+    far: float
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One attention over all ranks.
+
+    Attributes:
+        mask: a name in the library.
+        documents: their lengths.
+        slices: the mask.
+        cp: number of ranks.
+        domain: ranks of a domain.
+        heads: of queries, and of keys and values.
+        cost: rates of the kernel on this mask, and of links.
+    """
+
+    mask: str
+    documents: Sequence[int]
+    slices: AttnSlices
+    cp: int
+    domain: int
+    heads: tuple[int, int]
+    cost: CostModel
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a rank."""
+        return self.slices.seqlen_q // self.cp
+
+    @cached_property
+    def area(self) -> float:
+        """Visible pairs of a rank, on average."""
+        return self.slices.area() / self.cp
+
+    @cached_property
+    def known(self) -> list[int]:
+        """The documents that the mask knows, or the whole sequence."""
+        knows = DOCUMENT_MASKS.get(self.mask, True)
+        return list(self.documents) if knows else [self.slices.seqlen_q]
+
+    @cached_property
+    def compute(self) -> tuple[float, float]:
+        """Seconds of both passes of a rank, in perfect balance."""
+        forward = self.area * self.cost.seconds_per_area
+        return forward, forward * self.cost.backward_area_factor
+
+    @cached_property
+    def stage(self) -> tuple[float, float]:
+        """The seconds of another call over a rank's queries, in both passes."""
+        cost = self.cost
+        rates = (cost.stage_seconds_per_row, cost.backward_stage_seconds_per_row)
+        return self.tokens * rates[0], self.tokens * rates[1]
+
+    def seconds(self, near: float, far: float) -> float:
+        """Moving so many rows into a rank."""
+        cost = self.cost
+        return cost.latency_seconds + cost.seconds_per_row * max(near, far * cost.other_host_factor)
+
+    def crossings(self, groups: Iterable[Sequence[int]]) -> tuple[int, int]:
+        """The fewest ranks of its domain that a rank of `groups` has beside it, and others, with that."""
+        nears, size = [], 1
+        for ranks in groups:
+            size = len(ranks)
+            domains = [rank // self.domain for rank in ranks]
+            nears.append(min(domains.count(x) for x in {*domains}) - 1)
+        near = min(nears, default=0)
+        return near, size - 1 - near
+
+    def hop(self, rings: Iterable[Sequence[int]], rows: float) -> float:
+        """The seconds in which all ranks of rings send rows to the next one."""
+        is_far = any(
+            a // self.domain != b // self.domain
+            for ranks in rings
+            for a, b in pairwise([*ranks, ranks[0]])
+        )
+        return self.seconds(*((0, rows) if is_far else (rows, 0)))
+
+    def cut(self, parts: int, documents: Sequence[int] | None = None) -> float:
+        """The factor by which a kernel computes more where documents are cut into parts, one for each of as many ranks,
+        and each rank attends to each part by itself."""
+        documents = self.known if documents is None else documents
+        if parts == 1:
+            return 1.0
+        whole, in_parts = (
+            sum(_tiles(length / n) for length in documents) * n * n for n in (1, parts)
+        )
+        return in_parts / whole
+
+
+def _tiles(length: float) -> float:
+    """Pairs that a kernel computes of a full document."""
+    return (length + EDGE * min(1.0, length / (2 * EDGE))) * (length + EDGE)
+
+
+Prediction = Predicted | str  # or why there is none
+
+# Heads
+
+
+def _exchanges(work: Work, groups: Sequence[Sequence[int]]) -> tuple[float, float, float, float]:
+    """The seconds of q, k and v to ranks that share heads, and of out back; and rows received, near and far."""
+    size, (nheads_q, nheads_kv) = len(groups[0]), work.heads
+    if size == 1:
+        return 0.0, 0.0, 0.0, 0.0
+    near, far = work.crossings(groups)
+    rows = work.tokens / size / (2 * nheads_kv)  # for each head, from each rank
+    there, back = nheads_q + 2 * max(nheads_kv, size), nheads_q
+    packing = PACKING * work.tokens / (2 * nheads_kv) * work.cost.seconds_per_row
+    seconds = [work.seconds(near * rows * n, far * rows * n) + packing * n for n in (there, back)]
+    total = rows * (there + back)
+    return seconds[0], seconds[1], near * total, far * total
+
+
+def ulysses(work: Work) -> Prediction:
+    """All ranks share heads; kv heads are repeated where there are fewer. Nothing hides the exchanges."""
+    if work.heads[0] % work.cp:
+        return f"{work.heads[0]} query heads do not divide by {work.cp} ranks"
+    there, back, near, far = _exchanges(work, [range(work.cp)])
+    forward, backward = work.compute
+    return Predicted(there + forward + back, back + backward + there, near, far)
+
+
+# Rings
+
+
+def on_mesh(work: Work, mesh: Mesh) -> Prediction:
+    """A zigzag ring, or a ring of windows, of ranks that share heads."""
+    if work.mask not in DOCUMENT_MASKS:
+        return f"takes {', '.join(DOCUMENT_MASKS)}"
+    places, heads = range(mesh.ring), range(mesh.ulysses)
+    there, back, near, far = _exchanges(work, [[mesh.rank(i, j) for j in heads] for i in places])
+    windows = [places[i : i + mesh.window] for i in places[:: mesh.window]]
+    inner_rings = [[mesh.rank(i, j) for i in window] for window in windows for j in heads]
+    outer_rings = [
+        [mesh.rank(i, j) for i in places[k :: mesh.window]]
+        for k in range(mesh.window)
+        for j in heads
+    ]
+    # A place of the ring has the tokens of `ulysses` ranks, and a rank its share of the heads.
+    rows, factor, seconds = float(work.tokens), work.cut(mesh.ring), []
+    for which in (0, 1):
+        compute = work.compute[which] * factor
+        step = compute / mesh.ring + work.stage[which] * (mesh.ring > 1)
+        moved = rows * (1 + which)  # gradients go around beside the keys of the next step
+        inner, outer = work.hop(inner_rings, moved), work.hop(outer_rings, moved)
+        window = step + (mesh.window - 1) * max(step, inner)
+        slow = max(window, outer)
+        total = window + (mesh.windows - 1) * slow
+        if which and mesh.ring > 1:
+            total += work.hop(outer_rings if mesh.windows > 1 else inner_rings, rows)
+        seconds.append(there + total + back)
+    is_far = any(work.crossings([ring])[1] for ring in inner_rings + outer_rings)
+    around = rows * (mesh.ring - 1)
+    near, far = near + around * (not is_far), far + around * is_far
+    return Predicted(seconds[0], seconds[1], near, far)
+
+
+def ring(work: Work) -> Prediction:
+    return on_mesh(work, Mesh(1, 1, work.cp))
+
+
+def usp(work: Work) -> Prediction:
+    shared = largest_ulysses(work.cp, work.heads[1], 2)
+    return on_mesh(work, Mesh(shared, 1, work.cp // shared))
+
+
+def loongtrain(work: Work, *, head_first: bool = True) -> Prediction:
+    shared = largest_ulysses(work.cp, work.heads[1], 4)
+    window = widest_window(work.cp // shared)
+    return on_mesh(work, Mesh(shared, work.cp // shared // window, window, head_first))
+
+
+def loongtrain_context_first(work: Work) -> Prediction:
+    return loongtrain(work, head_first=False)
+
+
+def hybrid_cp(work: Work) -> Prediction:
+    """Rounds of groups of ranks, each with documents of its own in one ring; a round is as long as its slowest."""
+    if work.mask not in DOCUMENT_MASKS:
+        return f"takes {', '.join(DOCUMENT_MASKS)}"
+    is_causal, total, most_rows = work.mask.endswith("causal"), [0.0, 0.0], 0.0
+    for groups in best_schedule(work.known, work.cp, work.tokens):
+        ends = list(accumulate(group.size for group in groups))
+        slowest = [0.0, 0.0]
+        for group, end in zip(groups, ends, strict=True):
+            if not group.lengths:
+                continue
+            ranks, rows = range(end - group.size, end), sum(group.lengths) / group.size
+            area = sum(n * (n + 1) / 2 if is_causal else n * n for n in group.lengths)
+            factor = work.cut(group.size, group.lengths)
+            for which in (0, 1):
+                compute = area / work.slices.area() * work.cp * work.compute[which] / group.size
+                stage = work.stage[which] / work.tokens * rows * (group.size > 1)
+                step = compute * factor / group.size + stage
+                hop = work.hop([ranks], rows * (1 + which)) if group.size > 1 else 0.0
+                seconds = step + (group.size - 1) * max(step, hop)
+                if which and group.size > 1:
+                    seconds += work.hop([ranks], rows)
+                slowest[which] = max(slowest[which], seconds)
+            most_rows = max(most_rows, rows * (group.size - 1))
+        total = [a + b for a, b in zip(total, slowest, strict=True)]
+    is_far = work.cp > work.domain
+    return Predicted(total[0], total[1], most_rows * (not is_far), most_rows * is_far)
+
+
+# Gathered keys
+
+
+def _gathered(work: Work) -> tuple[float, float]:
+    """The rows that a rank gets in an all-gather: NCCL's rings cross domains once for each, by the links of all
+    ranks there."""
+    far = work.cp - work.domain if work.cp > work.domain else 0
+    return float((work.cp - 1) * work.tokens), far * work.tokens / min(work.domain, work.cp)
+
+
+def _zigzag(work: Work) -> float:
+    """The work of the heaviest rank over the mean, where the sequence is cut in a zigzag."""
+    size = max(work.tokens // 2, 1)
+    where = dispatch(work.slices, work.cp, chunk_size=size, strategy="zigzag")
+    area = where.table.area[where.chunks].sum(1).double()
+    return float(area.max() / area.mean()) if float(area.mean()) else 1.0
+
+
+def ring_all_gather(work: Work) -> Prediction:
+    """Keys come in parts of the heads; a part is computed while the next one comes."""
+    rows, parts, imbalance = _gathered(work), math.gcd(work.heads[1], GATHERS), _zigzag(work)
+    part = work.seconds(*(x / parts for x in rows))
+    seconds = []
+    for which in (0, 1):
+        compute, moving = work.compute[which] * imbalance / parts, part * (1 + which)
+        last = part if which else 0.0  # sums of gradients on their way home
+        seconds.append(part + (parts - 1) * max(compute, moving) + compute + last)
+    return Predicted(seconds[0], seconds[1], *rows)
+
+
+def torch_head_tail(work: Work) -> Prediction:
+    """PyTorch's: all keys are gathered, and then FlexAttention computes."""
+    rows, imbalance = _gathered(work), _zigzag(work)
+    moving = work.seconds(*rows)
+    forward, backward = (x * imbalance / share for x, share in zip(work.compute, FLEX, strict=True))
+    return Predicted(moving + forward, 2 * moving + backward, *rows)
+
+
+# Ours
+
+
+def loads_of(work: Work) -> StageLoads:
+    """The loads of each rank by our placement."""
+    host = hosts_of(work.domain, work.cp)
+    # Where every rank needs most chunks, four for each rank: finer ones would be millions of ranges.
+    size = None
+    if work.cp >= MANY and work.area > DENSE * work.slices.seqlen_q * work.tokens:
+        size = max(work.tokens // 4, 1)
+    where = dispatch(work.slices, work.cp, chunk_size=size, cost=work.cost)
+    return StageLoads.of(RankRows.of(where), None if host is None else torch.tensor(host))
+
+
+def _ours(work: Work, loads: StageLoads, *, relayed: bool | None) -> Prediction:
+    if relayed and loads.relayed is None:
+        return "there is one domain"
+    cost = work.cost
+    forward = choose_pass(loads, cost, early=cost.starts_early, relayed=relayed)
+    backward = choose_pass(loads, cost, backward=True, relayed=relayed)
+    way = loads.relayed if forward.is_relayed else loads
+    assert way is not None
+    near, far = (sum(hop[i] for hop in way.exchanges) for i in (0, 1))
+    return Predicted(forward.seconds, backward.seconds, near, far)
+
+
+#: The strategies of others by name, in the order of `magi-bench ranks`.
+OTHERS: dict[str, Callable[[Work], Prediction]] = {
+    "ulysses": ulysses,
+    "ring": ring,
+    "ring-all-gather": ring_all_gather,
+    "usp": usp,
+    "loongtrain": loongtrain,
+    "loongtrain-context-first": loongtrain_context_first,
+    "hybrid-cp": hybrid_cp,
+    "torch-head-tail": torch_head_tail,
+}
+#: Ours, and whether rows cross domains by way of relays.
+OURS: dict[str, bool | None] = {"magi": None, "magi-flat": False, "magi-hierarchical": True}
+
+
+def predict(work: Work, names: Iterable[str] = (*OURS, *OTHERS)) -> dict[str, Prediction]:
+    """Predicts strategies, or says why they cannot run.
+
+    Args:
+        work: the attention.
+        names: of `OURS` and `OTHERS`.
+
+    Returns:
+        By name, in that order.
+    """
+    names, loads = list(names), None
+    if OURS.keys() & names:
+        loads = loads_of(work)
+    found = {}
+    for name in names:
+        if name in OURS:
+            assert loads is not None
+            found[name] = _ours(work, loads, relayed=OURS[name])
+        else:
+            found[name] = OTHERS[name](work)
+    return found
