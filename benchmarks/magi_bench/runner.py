@@ -376,8 +376,12 @@ def decided(contender: Contender, decisions: Sequence[Decision]) -> Row:
 
 
 def way_of(decision: Decision) -> str:
-    """The path of the mask: slices or bits."""
-    ways = {"by bit blocks": "bits", "by intervals, or by bit blocks": "intervals, or bits"}
+    """The path of the mask: slices, bits or a map of blocks."""
+    ways = {
+        "by bit blocks": "bits",
+        "by intervals, or by bit blocks": "intervals, or bits",
+        "by the block table": "map",
+    }
     for begin, way in ways.items():
         if any(note.startswith(begin) for note in decision.notes):
             return way

@@ -712,6 +712,20 @@ def test_a_captured_graph_of_blocks_that_begin_anywhere():
             compare(found, dense_attention(q, k, v, visible_of(case, others)))
 
 
+def test_nothing_waits_for_other_blocks():
+    torch._dynamo.reset()
+    case = UNEVEN["heads"]
+    (q, k, v, _), attend = inputs(case), compiled_blocks(case)
+    blocks = [uneven(case, seed) for seed in range(3)]
+    with torch.no_grad():
+        for given in blocks[:2]:
+            attend(q, k, v, *given)
+        torch.cuda.synchronize()
+        with no_waits():
+            found = attend(q, k, v, *blocks[2])
+    compare(found, dense_attention(q, k, v, visible_of(case, blocks[2])))
+
+
 def test_a_block_that_there_is_not():
     torch._dynamo.reset()
     case = UNEVEN["heads"]

@@ -23,7 +23,9 @@ from magi_compile.lowering.flex import lower_flex_attention
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.lowering.prologue import split_off
 from magi_compile.lowering.report import LoweringReport
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops import library
+from magi_compile.ops.masks import plan_lists
 from tests.kernels.support.on_a_cpu import compile_once, launching
 
 BATCH, HEADS, HEADS_KV, LENGTH_Q, LENGTH_K, DIM = 1, 4, 2, 300, 330, 64
@@ -258,3 +260,20 @@ def test_graphs_of_any_lengths(hopper):
         q, k, v = inputs(*lengths)
         assert_close(step(q, k, v, *given), dense(q, k, v, visible))
     assert len(hopper.notes) == 1
+
+
+@pytest.mark.parametrize("name", ["by_heads", "causal"])
+def test_plans_of_eager_calls(name, hopper):
+    """Of a GPU's tensors they are kept as long as the BlockMask is what it was."""
+    mask = create_block_mask(
+        MODS[name](*blocks()), BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu", BLOCK_SIZE=128
+    )
+    q, k, v = inputs()
+    sizes = (BATCH, LENGTH_Q, LENGTH_K)
+    lists = BlockLists(*(getattr(mask, field) for field in BlockLists._fields))
+    problem = select.problem_of(q, k, v, DIM**-0.5)
+    plan = plan_lists._planned(mask, lists, sizes, problem, None)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    out, *_ = torch.ops.magi.attention(*packed, [], plan, DIM**-0.5, 0.0, "hopper")
+    visible = create_mask(mask.mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+    assert_close(out.transpose(0, 1)[None], dense(q, k, v, visible))
