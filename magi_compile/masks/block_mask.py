@@ -358,7 +358,7 @@ def beside_lists(block_mask: BlockMask, sizes: tuple[int, int, int]) -> RowInter
 
 
 class TableBeside(NamedTuple):
-    """What the mask_mod of a BlockMask says by a block table, and by key intervals beside it, if there are some."""
+    """The block table that the mask_mod of a BlockMask looks up, and key intervals beside it, if there are some."""
 
     table: BlockTable
     intervals: RowIntervals | None

@@ -332,7 +332,7 @@ def _seen_of_table(
     pad, pairs = torch.nn.functional.pad, table.pairs()
 
     def cells(behind: bool) -> Tensor:
-        """Of queries behind the last one, all pairs or none; keys behind the last one are not seen."""
+        """For queries behind the last one, all pairs or none; keys behind the last one are not seen."""
         of_pairs = pad(pad(pairs, (0, behind_k)), (0, 0, 0, behind_q), value=behind)
         return of_pairs.unflatten(3, (num_k, CELL)).unflatten(2, (num_q, CELL))
 
@@ -373,7 +373,7 @@ def _seen_of_table(
 
 
 def _lines_of_table(shape: MapWalkShape, table: BlockTable) -> tuple[Tensor, Tensor]:
-    """How far the line of each row is from here, and the lines."""
+    """The distance from here to the line of each row, and the lines."""
     lists = shape.lists
     listed, of_rows, of_cols = table.listed, table.of_queries, table.of_keys
     if shape.is_by_keys:

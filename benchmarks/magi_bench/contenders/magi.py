@@ -95,7 +95,7 @@ def lists_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
 
 
 def table_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
-    """Which blocks of all query heads see which, bool `[1, nheads_q, blocks, blocks]`, and the blocks of queries and of
+    """The blocks of all query heads that see each other, bool `[1, nheads_q, blocks, blocks]`, and the blocks of queries and of
     keys, int32 `[1, seqlen]`."""
     blocks = workload.blocks
     visible = blocks.visible.to(device).repeat_interleave(blocks.group, 0)

@@ -1,4 +1,4 @@
-"""Which ranks share a host: as a caller says it, or the launcher of the job does.
+"""Ranks that share a host: as a caller says it, or the launcher of the job does.
 
 A host stands for any ranks that reach each other by links much faster than those to other ranks: a machine, or a rack
 whose links are as fast.

@@ -66,7 +66,7 @@ def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     return early < max(area + cast for area, _ in areas)
 
 
-class Chosen(NamedTuple):
+class PassWay(NamedTuple):
     """The way of a pass.
 
     Attributes:
@@ -90,7 +90,7 @@ def choose_pass(
     backward: bool = False,
     early: bool = False,
     relayed: bool | None = None,
-) -> Chosen:
+) -> PassWay:
     """The stages of a pass, and the way of its rows. All ranks compute the same.
 
     Args:
@@ -107,15 +107,15 @@ def choose_pass(
         one stage.
     """
 
-    def way(its_loads: StageLoads, *, is_relayed: bool) -> Chosen:
+    def way(its_loads: StageLoads, *, is_relayed: bool) -> PassWay:
         stages, most = degree, 1 if is_relayed else MAX_DEGREE
         if stages is None:
             stages = choose_degree(its_loads, cost, backward=backward, early=early, max_degree=most)
         if backward:
-            return Chosen(stages, False, is_relayed, backward_seconds(its_loads, stages, cost))
+            return PassWay(stages, False, is_relayed, backward_seconds(its_loads, stages, cost))
         if early and stages == 0 and forward_begins_early(its_loads, cost):
-            return Chosen(stages, True, is_relayed, early_seconds(its_loads, cost))
-        return Chosen(stages, False, is_relayed, forward_seconds(its_loads, stages, cost))
+            return PassWay(stages, True, is_relayed, early_seconds(its_loads, cost))
+        return PassWay(stages, False, is_relayed, forward_seconds(its_loads, stages, cost))
 
     found = []
     if not relayed or loads.relayed is None:

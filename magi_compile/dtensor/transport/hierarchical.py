@@ -30,12 +30,12 @@ class Hierarchical(AllToAll):
     def casts(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
     ) -> Iterator[PendingCast]:
-        return (_Cast(tensors, route.derive(_Legs, group.rank()), group) for route in routes)
+        return (_RelayedCast(tensors, route.derive(_Legs, group.rank()), group) for route in routes)
 
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> PendingReduce:
-        return _Reduce(tensors, route.derive(_Legs, group.rank()), group)
+        return _RelayedReduce(tensors, route.derive(_Legs, group.rank()), group)
 
 
 class _Legs:
@@ -76,7 +76,7 @@ class _Legs:
         self.sums = rows.Sums(self.relayed, len(arriving), self.second.send_counts, *own)
 
 
-class _Cast:
+class _RelayedCast:
     sms = SMS
 
     def __init__(self, tensors: Sequence[Tensor], legs: _Legs, group: dist.ProcessGroup):
@@ -98,7 +98,7 @@ class _Cast:
         return self.buffers
 
 
-class _Reduce:
+class _RelayedReduce:
     def __init__(self, tensors: Sequence[Tensor], legs: _Legs, group: dist.ProcessGroup):
         self._tensors, self._legs = tensors, legs
         first, second = legs.first, legs.second

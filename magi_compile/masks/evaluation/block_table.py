@@ -22,7 +22,7 @@ from magi_compile.masks.program.program import BlockLookUp, MaskProgram
 
 
 class BlockTable(NamedTuple):
-    """Which blocks of queries see which blocks of keys, where these begin and end anywhere.
+    """The blocks of keys that blocks of queries see, where these begin and end anywhere.
 
     Attributes:
         listed: bool `[batch or 1, heads or 1, blocks of queries, blocks of keys]`.

@@ -67,7 +67,7 @@ class BlockLookUp(NamedTuple):
 
     @property
     def variables(self) -> frozenset[str]:
-        """Of the indices that are neither of a query nor of a key, which may be b and h."""
+        """The variables of the indices that are neither of a query nor of a key, which may be b and h."""
         others = [
             index
             for dim, index in enumerate(self.look_up.args[1:])
