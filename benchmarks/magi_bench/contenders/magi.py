@@ -95,8 +95,8 @@ def lists_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
 
 
 def table_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
-    """The blocks of all query heads that see each other, bool `[1, nheads_q, blocks, blocks]`, and the blocks of queries and of
-    keys, int32 `[1, seqlen]`."""
+    """The blocks of all query heads that see each other, bool `[1, nheads_q, blocks, blocks]`, and the blocks of
+    queries and of keys, int32 `[1, seqlen]`."""
     blocks = workload.blocks
     visible = blocks.visible.to(device).repeat_interleave(blocks.group, 0)
     return [visible[None], *(x.int()[None] for x in blocks.block_of_token(device))]

@@ -206,6 +206,7 @@ def test_graph(gpu_ranks_of, size, engine):
 
 
 def run_auto(group):
+    assert NativeCollective().refusals(group, device_of(group)) == []
     assert select("auto", group, device_of(group)).name == "native"
 
 
