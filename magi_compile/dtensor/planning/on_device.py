@@ -15,3 +15,23 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or x.device.type != "cpu" or torch.cuda.is_current_stream_capturing():
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+class Streams:
+    """The order of the streams that use what lies on a GPU and is kept for all of them, such as the tables of a plan.
+
+    The copies and kernels that make it are in the order of one stream only.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[torch.device, torch.cuda.Stream] = {}
+
+    def enter(self, device: torch.device) -> None:
+        """Makes the current stream wait for the last one that used it. A capture need not: it begins when all streams
+        of the device have ended."""
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        current, last = torch.cuda.current_stream(device), self._last.get(device)
+        if last is not None and last != current:
+            current.wait_stream(last)
+        self._last[device] = current
