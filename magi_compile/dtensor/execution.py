@@ -346,7 +346,7 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
         with _lock:
             _device_plans.setdefault(key, made)
             plan = recent(_device_plans, [key], least=LIVE_PLANS)[0]
-    plan.streams.enter(data.device)
+    plan.streams.enter(data.device, plan.forward[0].slices.q_ranges)
     return plan
 
 

@@ -71,7 +71,7 @@ def _roll(
     held = tuple(chunks.flatten().tolist())
     sizes = (chunks.shape[0], chunk_size, total, group.rank(), shifts % max(total, 1))
     rows, streams = _rows_of(held, *sizes, x.device)
-    streams.enter(x.device)
+    streams.enter(x.device, rows.sends, rows.recvs)
     # As bytes, which every backend moves.
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     sent = x.index_select(0, rows.sends).contiguous().view(-1).view(torch.uint8)

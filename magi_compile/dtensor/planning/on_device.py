@@ -26,12 +26,19 @@ class Streams:
     def __init__(self) -> None:
         self._last: dict[torch.device, torch.cuda.Stream] = {}
 
-    def enter(self, device: torch.device) -> None:
+    def enter(self, device: torch.device, *tensors: Tensor) -> None:
         """Makes the current stream wait for the last one that used it. A capture need not: it begins when all streams
-        of the device have ended."""
+        of the device have ended.
+
+        Args:
+            device: where it is.
+            *tensors: of what is kept, for the allocator, which has to know every stream that reads them.
+        """
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         current, last = torch.cuda.current_stream(device), self._last.get(device)
         if last is not None and last != current:
             current.wait_stream(last)
+            for x in tensors:
+                x.record_stream(current)
         self._last[device] = current

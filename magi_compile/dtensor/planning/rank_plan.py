@@ -149,8 +149,9 @@ class RankPlan:
             packed = self._packed[device] = self._pack(device)
             rows, is_early = self.dispatch.seqlen_local, self.forward_is_early
             begin_plan(self, rows, packed.data.device, is_early=is_early)
-        self._streams.enter(device)
-        return self._packed[device]
+        tensors = self._packed[device]
+        self._streams.enter(device, tensors.data)
+        return tensors
 
     @_compat.outside_of_modes()
     def _pack(self, device: torch.device) -> PlanTensors:

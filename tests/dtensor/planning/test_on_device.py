@@ -26,14 +26,22 @@ class Stream:
         self.waited_for.append(other)
 
 
+class Kept:
+    def __init__(self):
+        self.recorded = []
+
+    def record_stream(self, stream):
+        self.recorded.append(stream)
+
+
 @pytest.fixture
 def use(monkeypatch):
     """Enters a `Streams` on a stream, captured or not."""
 
-    def of_stream(streams, stream, device=GPU, is_captured=False):
+    def of_stream(streams, stream, *tensors, device=GPU, is_captured=False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        streams.enter(device)
+        streams.enter(device, *tensors)
 
     return of_stream
 
@@ -43,6 +51,13 @@ def test_a_stream_waits_for_the_one_before(use):
     for stream in (first, first, second, second, third, first):
         use(streams, stream)
     assert (first.waited_for, second.waited_for, third.waited_for) == ([third], [first], [second])
+
+
+def test_the_allocator_knows_who_else_reads(use):
+    streams, (first, second), tensor = Streams(), (Stream() for _ in range(2)), Kept()
+    for stream in (first, second, second):
+        use(streams, stream, tensor)
+    assert tensor.recorded == [second]
 
 
 def test_a_captured_stream_neither_waits_nor_is_waited_for(use):
@@ -64,7 +79,7 @@ def test_devices_have_streams_of_their_own(use):
 def test_whatever_is_kept_is_entered(monkeypatch):
     """Each time, also where it was made before."""
     entered = []
-    monkeypatch.setattr(on_device.Streams, "enter", lambda self, device: entered.append(self))
+    monkeypatch.setattr(on_device.Streams, "enter", lambda self, *_: entered.append(self))
     mask = AttnSlices.causal(72)
     plan = plan_rank(mask, 2, 0, OPTIONS)
     ahead = plan_rank_ahead(mask, 2, 0, OPTIONS, "cpu")
