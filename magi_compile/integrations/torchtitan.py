@@ -524,7 +524,12 @@ def _plans_of_batch(trainer: Trainer, batch: Any) -> Plans | None:
         method is not getattr(Trainer, name) for name, method in zip(_WAY, methods, strict=True)
     ):
         return None
-    masks = trainer.model_parts[0].get_attention_masks(positions=positions)
+    try:
+        masks = trainer.model_parts[0].get_attention_masks(positions=positions)
+    except (
+        Exception
+    ):  # of a model that takes positions on its GPU alone; any other comes again in the step
+        return None
     masks = masks if isinstance(masks, Mapping) else {"mask": masks}
     if not all(isinstance(mask, MaskSlices) for mask in masks.values()):
         return None

@@ -454,6 +454,19 @@ def test_a_trainer_that_may_change_positions(monkeypatch, kind):
     assert planned_ahead(monkeypatch, kind) is None
 
 
+def test_a_model_that_takes_positions_on_its_device_alone():
+    trainer = trainer_of(Trainer)
+    on_device = torch.zeros(1, 60, dtype=torch.int64, device="meta")
+
+    def get_attention_masks(positions):
+        if positions.device != on_device.device:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return on_device
+
+    trainer.model_parts[0].get_attention_masks = get_attention_masks
+    assert door._plans_of_batch(trainer, {"positions": starts_at(0)}) is None
+
+
 def test_a_trainer_with_a_step_of_its_own(monkeypatch):
     trainer = trainer_of(Trainer)
     trainer.train_step = lambda data_iterator: None

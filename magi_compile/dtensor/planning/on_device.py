@@ -12,7 +12,12 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     The host does not wait: a copy from memory that is not pinned ends only when the GPU has done all that it was given
     before, so a host that plans each step would fall back to the pace of the GPU and launch the next step too late.
     """
-    if device.type != "cuda" or x.device.type != "cpu" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    # No compiler knows pinned memory, nor do the tensors that it traces with.
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return x.to(device)
+    if torch.cuda.is_current_stream_capturing():
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 

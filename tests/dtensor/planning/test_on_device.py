@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magi_compile.dtensor import plan_ahead
 from magi_compile.dtensor.execution import unpack
 from magi_compile.dtensor.planning import on_device
-from magi_compile.dtensor.planning.on_device import Streams
+from magi_compile.dtensor.planning.on_device import Streams, to_device
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
     plan_rank,
@@ -94,6 +95,22 @@ def test_whatever_is_kept_is_entered(monkeypatch):
     entered.clear()
     assert unpack(*tensors) is device_plan
     assert entered == [device_plan.streams]
+
+
+def test_a_compiler_traces_the_copy():
+    """`SequencePlan.unshard` and `permutation` may be in a compiled step."""
+    devices = []
+
+    def backend(graph, inputs):
+        outputs = [node for node in graph.graph.nodes if node.op == "output"]
+        devices.append(outputs[0].args[0][0].meta["example_value"].device.type)
+        return lambda *given: (torch.zeros(3),)
+
+    compiled = torch.compile(lambda x: to_device(x, GPU), backend=backend, fullgraph=True)
+    compiled(torch.zeros(3))
+    with FakeTensorMode():
+        devices.append(to_device(torch.zeros(3), GPU).device.type)
+    assert devices == ["cuda", "cuda"]
 
 
 @pytest.mark.gpu
