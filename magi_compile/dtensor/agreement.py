@@ -21,7 +21,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -297,31 +296,29 @@ def _who_is_silent(said: bytes, number: int, group: dist.ProcessGroup) -> list[i
 
 
 class _Store(NamedTuple):
-    """The store of a group, and the time for which it has to be told to wait; None if it waits for that by itself."""
+    """The store of a group; `is_own` if it is by a connection of its own, so that it may have the group's timeout."""
 
     store: Any
-    timeout: timedelta | None
+    is_own: bool
 
 
 def _store_of(group: dist.ProcessGroup) -> _Store:
-    """By a connection of its own, where that can be made, so that it may have the group's timeout."""
-    timeout, of_all = _compat.timeout_of(group), _compat.store_of(group)
     store = _compat.own_store_of(group)
-    if store is not of_all:
-        store.set_timeout(timeout)
-    return _Store(store, None if store.timeout == timeout else timeout)
+    return _Store(store, store is not _compat.store_of(group))
 
 
 def _exchange_by_store(
     said: bytes, number: int, group: dist.ProcessGroup, by: _Store
 ) -> list[bytes]:
     """Exchanges the `number`-th messages of all ranks of the group through the store."""
-    store = by.store
+    store, timeout = by.store, _compat.timeout_of(group)  # which may change
+    if by.is_own and store.timeout != timeout:
+        store.set_timeout(timeout)
     store.set(_key(number, group.rank()), said)
     keys = [_key(number, rank) for rank in range(group.size())]
     try:
-        if by.timeout is not None:
-            store.wait(keys, by.timeout)
+        if store.timeout != timeout:
+            store.wait(keys, timeout)
         arrived = store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)]
     except RuntimeError as error:
         silent = []

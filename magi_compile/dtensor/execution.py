@@ -23,7 +23,7 @@ from magi_compile.dtensor.entries import PLAIN, Packing, packed
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
 from magi_compile.dtensor.planning.local_cover import positions_of_keys
-from magi_compile.dtensor.planning.on_device import to_device
+from magi_compile.dtensor.planning.on_device import Streams, to_device
 from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
@@ -139,6 +139,7 @@ class DevicePlan:
     is_exact: bool = True  # neither blocks of bits nor entries with masks of their own
     relayed: tuple[bool, bool] = (False, False)  # whether routes forward and backward have legs
     calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # as the ops keep them
+    streams: Streams = field(default_factory=Streams, repr=False)
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     def positions(self, stage: DeviceStage | None = None) -> Tensor:
@@ -332,17 +333,21 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
-    """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans."""
+    """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans. The current stream may use
+    them."""
     key = (*meta[:2].tolist(), data.device)
     with _lock:
-        if (plan := _device_plans.get(key)) is not None:
+        plan = _device_plans.get(key)
+        if plan is not None:
             _device_plans.move_to_end(key)
-            return plan
-    with _compat.outside_of_modes():
-        made = _unpack(meta.tolist(), data)
-    with _lock:
-        _device_plans.setdefault(key, made)
-        return recent(_device_plans, [key], least=LIVE_PLANS)[0]
+    if plan is None:
+        with _compat.outside_of_modes():
+            made = _unpack(meta.tolist(), data)
+        with _lock:
+            _device_plans.setdefault(key, made)
+            plan = recent(_device_plans, [key], least=LIVE_PLANS)[0]
+    plan.streams.enter(data.device, plan.forward[0].slices.q_ranges)
+    return plan
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:

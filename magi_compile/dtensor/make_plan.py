@@ -324,8 +324,13 @@ def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[
         of the mesh, in the order of the current stream. The future belongs to this process: in a fork, for example a
         worker of a DataLoader, ask again.
     """
-    where = _Where.of(mesh, arguments.pop("ranks", None), arguments.get("keys"))
-    return Ahead(planner().submit(_planned, mask, where, **arguments))
+    try:
+        where = _Where.of(mesh, arguments.pop("ranks", None), arguments.get("keys"))
+    except (TypeError, ValueError) as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return Ahead(failed)
+    return Ahead(planner().submit(_planned, mask, where, **arguments), where.device)
 
 
 def _ranks_of(ranks: Any, mesh: Any, keys: Any) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
-from magi_compile.dtensor.planning.on_device import to_device
+from magi_compile.dtensor.planning.on_device import Streams, to_device
 from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "FRAGMENT")
@@ -54,13 +54,14 @@ def _rows_of(
     rank: int,
     shifts: int,
     device: torch.device,
-) -> _Rows:
+) -> tuple[_Rows, Streams]:
     with _compat.outside_of_modes():
         held = torch.tensor(chunks, device="cpu").view(cp_size, -1)
         rows = _rows(Placement(total, chunk_size, held), rank, shifts)
-        return rows._replace(
+        rows = rows._replace(
             sends=to_device(rows.sends, device), recvs=to_device(rows.recvs, device)
         )
+        return rows, Streams()
 
 
 def _roll(
@@ -69,7 +70,8 @@ def _roll(
     group = _compat.resolve_process_group(group_name)
     held = tuple(chunks.flatten().tolist())
     sizes = (chunks.shape[0], chunk_size, total, group.rank(), shifts % max(total, 1))
-    rows = _rows_of(held, *sizes, x.device)
+    rows, streams = _rows_of(held, *sizes, x.device)
+    streams.enter(x.device, rows.sends, rows.recvs)
     # As bytes, which every backend moves.
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     sent = x.index_select(0, rows.sends).contiguous().view(-1).view(torch.uint8)

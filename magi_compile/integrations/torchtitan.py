@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -454,14 +455,42 @@ _PLANNED = object()  # in place of a mask that has its plan
 _this_batch: ContextVar[Plans | None] = ContextVar("this_batch", default=None)
 
 
+#: The way of a batch through a trainer. Torchtitan's own does nothing to it there but take it to the GPU.
+_WAY = (
+    "train",
+    "batch_generator",
+    "train_step",
+    "forward_backward_step",
+    "pp_forward_backward_step",
+    "post_dataloading_process",
+)
+
+
 class _Planned(NamedTuple):
     """The plans of a batch that torchtitan has taken, and not yet used."""
 
     batch: dict[str, Any]
+    positions: Tensor
+    version: int
     plans: Plans
 
+    @property
+    def is_valid(self) -> bool:
+        """False if the batch has got other positions since, or there are others in their tensor."""
+        now = self.batch.get("positions")
+        if not isinstance(now, Tensor) or self.version != _version_of(self.positions):
+            return False
+        # A comparison on the GPU would hold up the host.
+        is_there = now.device.type != "cpu" or now is self.positions
+        return is_there or torch.equal(now, self.positions)
 
-_planned: dict[int, _Planned] = {}  # by the id of the batch, which it keeps
+
+def _version_of(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+# Of each trainer, by the id of the batch, which is kept.
+_planned: WeakKeyDictionary[Trainer, dict[int, _Planned]] = WeakKeyDictionary()
 MOST_PLANNED = 1024  # of a trainer that never uses them
 
 
@@ -471,23 +500,36 @@ def _with_plans_of_batches(theirs: Callable[..., Any]) -> Callable[..., Any]:
         for batch, labels in theirs(self, data_iterable):
             plans = _plans_of_batch(self, batch)
             if plans is not None:
-                if len(_planned) >= MOST_PLANNED:
-                    _planned.clear()
-                _planned[id(batch)] = _Planned(batch, plans)
+                planned = _planned.setdefault(self, {})
+                if len(planned) >= MOST_PLANNED:
+                    planned.clear()
+                positions = batch["positions"]
+                planned[id(batch)] = _Planned(batch, positions, _version_of(positions), plans)
             yield batch, labels
 
     return batch_generator
 
 
 def _plans_of_batch(trainer: Trainer, batch: Any) -> Plans | None:
-    """Plans by positions on the host; None where torchtitan makes no masks of ours, or not for several ranks."""
+    """Plans by positions on the host; None where torchtitan makes no masks of ours, or not for several ranks, or where
+    a trainer of the user's may give the batch other positions on its way."""
     positions = batch.get("positions") if isinstance(batch, dict) else None
     if not trainer.parallel_dims.cp_enabled or positions is None or positions.device.type != "cpu":
         return None
     first = getattr(trainer.model_config, "first_attention", None)
     if not isinstance(getattr(first, "inner_attention", None), MagiAttention.Config):
         return None
-    masks = trainer.model_parts[0].get_attention_masks(positions=positions)
+    methods = (getattr(getattr(trainer, name), "__func__", None) for name in _WAY)
+    if any(
+        method is not getattr(Trainer, name) for name, method in zip(_WAY, methods, strict=True)
+    ):
+        return None
+    try:
+        masks = trainer.model_parts[0].get_attention_masks(positions=positions)
+    except (
+        Exception
+    ):  # of a model that takes positions on its GPU alone; any other comes again in the step
+        return None
     masks = masks if isinstance(masks, Mapping) else {"mask": masks}
     if not all(isinstance(mask, MaskSlices) for mask in masks.values()):
         return None
@@ -498,8 +540,9 @@ def _plans_of_batch(trainer: Trainer, batch: Any) -> Plans | None:
 def _with_its_plan(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def post_dataloading_process(self: Trainer, batch: Any, *rest: Any, **others: Any) -> Any:
-        planned = _planned.pop(id(batch), None)
-        token = _this_batch.set(None if planned is None else planned.plans)
+        planned = _planned.get(self, {}).pop(id(batch), None)
+        is_valid = planned is not None and planned.is_valid
+        token = _this_batch.set(planned.plans if planned and is_valid else None)
         try:
             return theirs(self, batch, *rest, **others)
         finally:

@@ -123,6 +123,9 @@ def ahead(group):
     assert {name: type(x) for name, x in both.items()} == dict.fromkeys(MASKS, HostPlan)
     with pytest.raises(ValueError, match="`seqlen` must be the length of `mask`"):
         plan_ahead(CAUSAL, group, seqlen=S + 1).result()
+    wrong = plan_ahead(CAUSAL, "cp")
+    with pytest.raises(TypeError, match="`mesh` must be a DeviceMesh"):
+        wrong.result()
 
 
 def test_ahead(ranks_of):

@@ -2,10 +2,14 @@
 
 import gc
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from magi_compile import _compat
+from magi_compile.dtensor import agreement
 from magi_compile.dtensor.roll_call import KEY, RollCall
 
 PAUSE = 0.02
@@ -131,3 +135,24 @@ def test_a_store_that_does_not_answer(answer):
     call.leave()
     assert call.absent(1) is None
     assert "the store of the process group does not answer" in call.of_absent(1)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_ranks_wait_for_the_timeout_that_the_group_has_now(monkeypatch, tmp_path, is_own):
+    """By the store, as those do whose group has no backend for CPUs. Trainers shorten it after their first step."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    own, timeout = store.clone(), timedelta(seconds=60)
+    monkeypatch.setattr(_compat, "store_of", lambda group: store)
+    monkeypatch.setattr(_compat, "own_store_of", lambda group: own if is_own else store)
+    monkeypatch.setattr(_compat, "timeout_of", lambda group: timeout)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    by, of_all = agreement._store_of(group), store.timeout
+    store.set(agreement._key(1, 1), b"there")
+    assert agreement._exchange_by_store(b"here", 1, group, by) == [b"here", b"there"]
+    timeout = timedelta(milliseconds=200)
+    begin = time.monotonic()
+    with pytest.raises(agreement._SilentRanksError) as error:
+        agreement._exchange_by_store(b"here", 2, group, by)
+    assert error.value.ranks == [1]
+    assert time.monotonic() - begin < 10
+    assert store.timeout == of_all

@@ -363,3 +363,111 @@ def test_cuda_graphs_with_context_parallelism(monkeypatch):
     mask, inputs = make_mask(theirs.get_causal_mask_mod()), (torch.zeros(1, 60),) * 3
     with pytest.raises(ValueError, match=r"disable_cuda_graphs` .*, got False"):
         api.cp_shard(None, inputs, mask)
+
+
+# Batches that are planned ahead
+
+
+class WithOtherPositions(Trainer):
+    def batch_generator(self, data_iterable):
+        for batch, labels in super().batch_generator(data_iterable):
+            batch["positions"] = starts_at(0, 9)
+            yield batch, labels
+
+
+class WithAnotherStep(Trainer):
+    def train_step(self, data_iterator):
+        batch, _ = next(data_iterator)
+        batch["positions"] = starts_at(0, 9)
+
+
+def trainer_of(kind):
+    """As much of a trainer as planning asks for."""
+    trainer = object.__new__(kind)
+    model = SimpleNamespace(
+        get_attention_masks=lambda positions: make_mask(theirs.get_document_mask_mod(positions))
+    )
+    trainer.parallel_dims = SimpleNamespace(cp_enabled=True, get_mesh=lambda name: name)
+    trainer.model_config = SimpleNamespace(
+        first_attention=SimpleNamespace(inner_attention=config_of())
+    )
+    trainer.model_parts = [model]
+    trainer.config = SimpleNamespace(
+        parallelism=SimpleNamespace(context_parallel_load_balancer="headtail")
+    )
+    return trainer
+
+
+def planned_ahead(monkeypatch, kind=Trainer, change=None):
+    """The plans that a step finds for its batch, or None."""
+
+    def plans_of(mesh, masks, balancer):
+        return {name: "a plan" for name in masks}
+
+    monkeypatch.setattr(door, "_plans_of", plans_of)
+    monkeypatch.setattr(
+        Trainer, "batch_generator", door._with_plans_of_batches(lambda self, data: iter(data))
+    )
+    step = door._with_its_plan(lambda self, batch: door._this_batch.get())
+    trainer = trainer_of(kind)
+    batches = [({"input": None, "positions": starts_at(0, 5, 11)}, None)]
+    for batch, _ in trainer.batch_generator(batches):
+        if change is not None:
+            change(batch, trainer)
+        assert step(trainer_of(kind), batch) is None  # another trainer
+        found = step(trainer, batch)
+        assert step(trainer, batch) is None  # once
+    return found
+
+
+def replace_positions(batch, trainer):
+    batch["positions"] = starts_at(0, 9)
+
+
+def test_a_batch_is_planned_ahead(monkeypatch):
+    assert planned_ahead(monkeypatch) == {"mask": "a plan"}
+
+    for way in (lambda x: x.to("meta"), lambda x: x.to("cpu:0"), torch.clone):
+
+        def take(batch, trainer, way=way):
+            batch["positions"] = way(batch["positions"])
+
+        assert planned_ahead(monkeypatch, change=take) == {"mask": "a plan"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_positions,
+        lambda batch, trainer: batch["positions"].zero_(),
+        lambda batch, trainer: batch.pop("positions"),
+    ],
+    ids=["others", "in place", "none"],
+)
+def test_positions_that_change_before_the_step(monkeypatch, change):
+    assert planned_ahead(monkeypatch, change=change) is None
+
+
+@pytest.mark.parametrize("kind", [WithOtherPositions, WithAnotherStep])
+def test_a_trainer_that_may_change_positions(monkeypatch, kind):
+    """They are on the GPU when a step sees them, where nobody could compare them without waiting for it."""
+    assert planned_ahead(monkeypatch, kind) is None
+
+
+def test_a_model_that_takes_positions_on_its_device_alone():
+    trainer = trainer_of(Trainer)
+    on_device = torch.zeros(1, 60, dtype=torch.int64, device="meta")
+
+    def get_attention_masks(positions):
+        if positions.device != on_device.device:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return on_device
+
+    trainer.model_parts[0].get_attention_masks = get_attention_masks
+    assert door._plans_of_batch(trainer, {"positions": starts_at(0)}) is None
+
+
+def test_a_trainer_with_a_step_of_its_own(monkeypatch):
+    trainer = trainer_of(Trainer)
+    trainer.train_step = lambda data_iterator: None
+    assert door._plans_of_batch(trainer, {"positions": starts_at(0)}) is None

@@ -51,7 +51,7 @@ from magi_compile.dtensor.planning.dispatch import (
 )
 from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of
 from magi_compile.dtensor.planning.local_cover import cover_of_rank
-from magi_compile.dtensor.planning.on_device import to_device
+from magi_compile.dtensor.planning.on_device import Streams, to_device
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_pass
 from magi_compile.masks.arguments import check_count, check_device, check_flag
@@ -136,19 +136,22 @@ class RankPlan:
     hosts: tuple[int, ...] | None = None
     relayed: tuple[bool, bool] = (False, False)
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
+    _streams: Streams = field(default_factory=Streams, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the tensors on devices, which other processes do not have."""
-        return {**vars(self), "_packed": {}}
+        return {**vars(self), "_packed": {}, "_streams": Streams()}
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
-        """The plan for the ops; made once per device."""
+        """The plan for the ops; made once per device. It is there in the order of the current stream."""
         device = check_device(device)
         if device not in self._packed:
             packed = self._packed[device] = self._pack(device)
             rows, is_early = self.dispatch.seqlen_local, self.forward_is_early
             begin_plan(self, rows, packed.data.device, is_early=is_early)
-        return self._packed[device]
+        tensors = self._packed[device]
+        self._streams.enter(device, tensors.data)
+        return tensors
 
     @_compat.outside_of_modes()
     def _pack(self, device: torch.device) -> PlanTensors:
@@ -330,16 +333,22 @@ def plan_rank_ahead(
 
         return placed
 
-    return Ahead(planner().submit(run))
+    return Ahead(planner().submit(run), where)
 
 
 class Ahead(Future[Any]):
-    """Gives what a thread has planned, on the device: in the order of the stream of who asks first, because on a stream
-    of the thread's own the host would have to wait until the plan has arrived, behind all that the GPU does."""
+    """Gives what a thread has planned, on the device: in the order of the stream of who asks, because on a stream of
+    the thread's own the host would have to wait until the plan has arrived, behind all that the GPU does.
 
-    def __init__(self, planned: Future[Callable[[], Any]]):
+    Args:
+        planned: gives the function that puts the plan on the device.
+        device: None if it stays on the host.
+    """
+
+    def __init__(self, planned: Future[Callable[[], Any]], device: torch.device | None = None):
         super().__init__()
-        self._planned, self._lock = planned, Lock()
+        self._planned, self._lock, self._device = planned, Lock(), device
+        self._streams = Streams()
         self._made: list[Any] = []
         planned.add_done_callback(self._pass_on)
 
@@ -365,6 +374,8 @@ class Ahead(Future[Any]):
         with self._lock:
             if not self._made:
                 self._made.append(placed())
+            if self._device is not None:
+                self._streams.enter(self._device)
             return self._made[0]
 
 
