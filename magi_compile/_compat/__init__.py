@@ -29,6 +29,7 @@ from magi_compile._compat.distributed import (
     symmetric_empty,
     symmetric_rendezvous,
     timeout_of,
+    timeout_reader,
 )
 from magi_compile._compat.dynamo import (
     as_user_error,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +50,17 @@ def timeout_of(group: Any, device: torch.device | None = None) -> datetime.timed
         return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError):
         return torch.distributed.constants.default_pg_timeout
+
+
+def timeout_reader(group: Any) -> Callable[[], datetime.timedelta]:
+    """Reads `timeout_of(group)`, which may change. To find the options of a backend takes a millisecond, to read them
+    nothing."""
+    try:
+        options = group._get_backend(group._device_types[0]).options
+        options._timeout  # noqa: B018
+    except (AttributeError, RuntimeError):
+        return lambda: timeout_of(group)
+    return lambda: cast(datetime.timedelta, options._timeout)
 
 
 def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -300,18 +301,20 @@ class _Store(NamedTuple):
 
     store: Any
     is_own: bool
+    timeout: Callable[[], timedelta]  # of the group
 
 
 def _store_of(group: dist.ProcessGroup) -> _Store:
     store = _compat.own_store_of(group)
-    return _Store(store, store is not _compat.store_of(group))
+    is_own = store is not _compat.store_of(group)
+    return _Store(store, is_own, _compat.timeout_reader(group))
 
 
 def _exchange_by_store(
     said: bytes, number: int, group: dist.ProcessGroup, by: _Store
 ) -> list[bytes]:
     """Exchanges the `number`-th messages of all ranks of the group through the store."""
-    store, timeout = by.store, _compat.timeout_of(group)  # which may change
+    store, timeout = by.store, by.timeout()
     if by.is_own and store.timeout != timeout:
         store.set_timeout(timeout)
     store.set(_key(number, group.rank()), said)
