@@ -87,7 +87,7 @@ def inputs(length_q=LENGTH_Q, length_k=LENGTH_K, batch=BATCH):
 
 def dense(q, k, v, visible):
     q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(HEADS // HEADS_KV, 1) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // HEADS_KV, 1) for x in (k, v))
     scores = (q @ k.mT * DIM**-0.5).masked_fill(~visible, -torch.inf)
     return torch.nan_to_num(scores.softmax(-1)) @ v
 
@@ -137,6 +137,32 @@ def test_mask_mods_of_blocks(name, hopper):
     assert len(hopper.notes) == 1
     assert hopper.notes[0].startswith(f"by the block table of {heads}, 6 x 7 blocks")
     assert ("one key interval" in hopper.notes[0]) == (name == "causal")
+
+
+def test_calls_of_other_heads(hopper):
+    """They look up the same tensors, of which one has more to look up."""
+    listed, of_q, of_k = blocks(heads=2 * HEADS)
+
+    def visible(b, h, q, kv):
+        return listed[h, of_q[q], of_k[kv]]
+
+    def attend(q, more, k, v, listed, of_q, of_k):
+        def mask_mod(b, h, q, kv):
+            return listed[h, of_q[q], of_k[kv]]
+
+        def of_heads(x):
+            mask = create_block_mask(mask_mod, BATCH, x.shape[1], LENGTH_Q, LENGTH_K, device="cpu")
+            return flex_attention(x, k, v, block_mask=mask, enable_gqa=True)
+
+        return of_heads(q), of_heads(more)
+
+    torch._dynamo.reset()
+    q, k, v = inputs()
+    more = torch.cat((q, q.flip(1)), 1)
+    step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
+    for x, found in zip((q, more), step(q, more, k, v, listed, of_q, of_k), strict=True):
+        seen = create_mask(visible, BATCH, x.shape[1], LENGTH_Q, LENGTH_K, device="cpu")
+        assert_close(found, dense(x, k, v, seen))
 
 
 @pytest.mark.parametrize("name", ["by_heads", "causal"])
