@@ -303,3 +303,13 @@ def test_plans_of_eager_calls(name, hopper):
     out, *_ = torch.ops.magi.attention(*packed, [], plan, DIM**-0.5, 0.0, "hopper")
     visible = create_mask(mask.mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
     assert_close(out.transpose(0, 1)[None], dense(q, k, v, visible))
+
+
+def test_a_plan_of_other_heads(hopper):
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in inputs())
+    listed, of_q, of_k = blocks(heads=HEADS // 2)
+    table = [listed[None], of_q.int()[None], of_k.int()[None]]
+    sizes = (BATCH, LENGTH_Q, LENGTH_K, q.dtype, [HEADS // 2, 2, DIM, DIM], 0.0, "hopper")
+    plan = torch.ops.magi.plan_lists([], [], *sizes, table=table)
+    with pytest.raises(ValueError, match="2 heads, which must be 1 or those of `q`, 4"):
+        torch.ops.magi.attention(q, k, v, [], plan, DIM**-0.5, 0.0, "hopper")
