@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import (
     BlockMask,
     create_block_mask,
@@ -27,6 +28,7 @@ from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops import library
 from magi_compile.ops.masks import plan_lists
 from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.support.deterministic import deterministic_algorithms
 
 BATCH, HEADS, HEADS_KV, LENGTH_Q, LENGTH_K, DIM = 1, 4, 2, 300, 330, 64
 NUM_Q, NUM_K = 6, 7
@@ -313,3 +315,43 @@ def test_a_plan_of_other_heads(hopper):
     plan = torch.ops.magi.plan_lists([], [], *sizes, table=table)
     with pytest.raises(ValueError, match="2 heads, which must be 1 or those of `q`, 4"):
         torch.ops.magi.attention(q, k, v, [], plan, DIM**-0.5, 0.0, "hopper")
+
+
+@pytest.mark.parametrize("size", [(64, 128), (128, 64), (192, 256)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_beside_lists(size, deterministic, hopper, monkeypatch):
+    """Of a causal table and of lists of one head for all."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # no gradients on a CPU
+    rows, keys = size
+    generator = torch.Generator().manual_seed(0)
+    listed = torch.rand(1, 1, -(-LENGTH_Q // rows), -(-LENGTH_K // keys), generator=generator) < 0.6
+    order = listed.int().argsort(dim=-1, descending=True, stable=True).int()
+    mask = BlockMask.from_kv_blocks(
+        *(listed.sum(-1).int(), order),
+        BLOCK_SIZE=size,
+        mask_mod=causal(*blocks()),
+        seq_lengths=(LENGTH_Q, LENGTH_K),
+    )
+    visible = create_mask(mask.mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+    visible &= listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)[
+        ..., :LENGTH_Q, :LENGTH_K
+    ]
+    given = [x.requires_grad_() for x in inputs()]
+
+    def attend(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    torch._dynamo.reset()
+    step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
+    with deterministic_algorithms(deterministic):
+        out = step(*given, mask)
+        dout = torch.randn(out.shape, generator=generator).bfloat16()
+        found = torch.autograd.grad(out, given, dout)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    # A query that sees nothing sees its keys alike, and has no gradient.
+    nothing = ~visible.any(-1, keepdim=True)
+    wanted = torch.where(nothing, 0, dense(*wide, visible | nothing))
+    assert_close(out, wanted)
+    for x, y in zip(found, torch.autograd.grad(wanted, wide, dout.double()), strict=True):
+        assert_close(x / y.abs().max(), y / y.abs().max())
+    assert hopper.notes[0].startswith("by the block table of each of 4 heads, 6 x 7 blocks")
