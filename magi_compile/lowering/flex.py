@@ -26,7 +26,7 @@ from magi_compile.lowering.across_ranks import emit_across_ranks, plan_of
 from magi_compile.lowering.analysis import Analysis, analyze, decision_on
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
-from magi_compile.lowering.masks import Mask, emit_mask
+from magi_compile.lowering.masks import Mask, emit_mask, heads_of
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.ops.arguments import AttentionOptions, short
@@ -328,7 +328,8 @@ def _replace(
     emit = Emitter(call.node.graph, call.node)
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
     route = found.route
-    way = (route.heads, route.lists is not None)
+    # A table is of all heads of its call, which those of another call may be more than.
+    way = (heads_of(call) if route.has_table else route.heads, route.lists is not None)
     lists = (call.block_lists, tuple(call.block_size))
     key = (route.program.text, way, call.mask_buffers, lists, str(sizes))
     if key not in masks:

@@ -76,7 +76,14 @@ def chosen_for(
     has_max_scores: bool = False,
     block_map: BlockMap | None = None,
 ) -> Chosen:
-    """The kernel and the problem for such tensors, cached: a call is too short to choose each time."""
+    """The kernel and the problem for such tensors, cached: a call is too short to choose each time.
+
+    Raises ValueError for a block map of other heads, whose lines a kernel would look for behind its own.
+    """
+    if block_map is not None and block_map.heads not in (1, heads[0]):
+        raise ValueError(
+            f"`plan` has block lists of {block_map.heads} heads, which must be 1 or those of `q`, {heads[0]}"
+        )
     problem = problem_on(device, dtype, heads, softmax_scale, softcap)
     problem = replace(
         problem,

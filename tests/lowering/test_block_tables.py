@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import (
     BlockMask,
     create_block_mask,
@@ -27,6 +28,7 @@ from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops import library
 from magi_compile.ops.masks import plan_lists
 from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.support.deterministic import deterministic_algorithms
 
 BATCH, HEADS, HEADS_KV, LENGTH_Q, LENGTH_K, DIM = 1, 4, 2, 300, 330, 64
 NUM_Q, NUM_K = 6, 7
@@ -87,7 +89,7 @@ def inputs(length_q=LENGTH_Q, length_k=LENGTH_K, batch=BATCH):
 
 def dense(q, k, v, visible):
     q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(HEADS // HEADS_KV, 1) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // HEADS_KV, 1) for x in (k, v))
     scores = (q @ k.mT * DIM**-0.5).masked_fill(~visible, -torch.inf)
     return torch.nan_to_num(scores.softmax(-1)) @ v
 
@@ -137,6 +139,32 @@ def test_mask_mods_of_blocks(name, hopper):
     assert len(hopper.notes) == 1
     assert hopper.notes[0].startswith(f"by the block table of {heads}, 6 x 7 blocks")
     assert ("one key interval" in hopper.notes[0]) == (name == "causal")
+
+
+def test_calls_of_other_heads(hopper):
+    """They look up the same tensors, of which one has more to look up."""
+    listed, of_q, of_k = blocks(heads=2 * HEADS)
+
+    def visible(b, h, q, kv):
+        return listed[h, of_q[q], of_k[kv]]
+
+    def attend(q, more, k, v, listed, of_q, of_k):
+        def mask_mod(b, h, q, kv):
+            return listed[h, of_q[q], of_k[kv]]
+
+        def of_heads(x):
+            mask = create_block_mask(mask_mod, BATCH, x.shape[1], LENGTH_Q, LENGTH_K, device="cpu")
+            return flex_attention(x, k, v, block_mask=mask, enable_gqa=True)
+
+        return of_heads(q), of_heads(more)
+
+    torch._dynamo.reset()
+    q, k, v = inputs()
+    more = torch.cat((q, q.flip(1)), 1)
+    step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
+    for x, found in zip((q, more), step(q, more, k, v, listed, of_q, of_k), strict=True):
+        seen = create_mask(visible, BATCH, x.shape[1], LENGTH_Q, LENGTH_K, device="cpu")
+        assert_close(found, dense(x, k, v, seen))
 
 
 @pytest.mark.parametrize("name", ["by_heads", "causal"])
@@ -277,3 +305,53 @@ def test_plans_of_eager_calls(name, hopper):
     out, *_ = torch.ops.magi.attention(*packed, [], plan, DIM**-0.5, 0.0, "hopper")
     visible = create_mask(mask.mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
     assert_close(out.transpose(0, 1)[None], dense(q, k, v, visible))
+
+
+def test_a_plan_of_other_heads(hopper):
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in inputs())
+    listed, of_q, of_k = blocks(heads=HEADS // 2)
+    table = [listed[None], of_q.int()[None], of_k.int()[None]]
+    sizes = (BATCH, LENGTH_Q, LENGTH_K, q.dtype, [HEADS // 2, 2, DIM, DIM], 0.0, "hopper")
+    plan = torch.ops.magi.plan_lists([], [], *sizes, table=table)
+    with pytest.raises(ValueError, match="2 heads, which must be 1 or those of `q`, 4"):
+        torch.ops.magi.attention(q, k, v, [], plan, DIM**-0.5, 0.0, "hopper")
+
+
+@pytest.mark.parametrize("size", [(64, 128), (128, 64), (192, 256)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_beside_lists(size, deterministic, hopper, monkeypatch):
+    """Of a causal table and of lists of one head for all."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # no gradients on a CPU
+    rows, keys = size
+    generator = torch.Generator().manual_seed(0)
+    listed = torch.rand(1, 1, -(-LENGTH_Q // rows), -(-LENGTH_K // keys), generator=generator) < 0.6
+    order = listed.int().argsort(dim=-1, descending=True, stable=True).int()
+    mask = BlockMask.from_kv_blocks(
+        *(listed.sum(-1).int(), order),
+        BLOCK_SIZE=size,
+        mask_mod=causal(*blocks()),
+        seq_lengths=(LENGTH_Q, LENGTH_K),
+    )
+    visible = create_mask(mask.mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
+    visible &= listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)[
+        ..., :LENGTH_Q, :LENGTH_K
+    ]
+    given = [x.requires_grad_() for x in inputs()]
+
+    def attend(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    torch._dynamo.reset()
+    step = torch.compile(attend, backend=hopper.backend, fullgraph=True)
+    with deterministic_algorithms(deterministic):
+        out = step(*given, mask)
+        dout = torch.randn(out.shape, generator=generator).bfloat16()
+        found = torch.autograd.grad(out, given, dout)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    # A query that sees nothing sees its keys alike, and has no gradient.
+    nothing = ~visible.any(-1, keepdim=True)
+    wanted = torch.where(nothing, 0, dense(*wide, visible | nothing))
+    assert_close(out, wanted)
+    for x, y in zip(found, torch.autograd.grad(wanted, wide, dout.double()), strict=True):
+        assert_close(x / y.abs().max(), y / y.abs().max())
+    assert hopper.notes[0].startswith("by the block table of each of 4 heads, 6 x 7 blocks")

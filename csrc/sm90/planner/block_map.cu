@@ -399,7 +399,8 @@ private:
         const int b = entry % params_.batch, head = entry / params_.batch, num_k = params_.table.walks[1].num_blocks;
         const Int from_block = walk == 0 ? 1 : num_k;
         const unsigned char* const listed = params_.table.listed + b * params_.table.listed_strides[0] +
-                                            head * params_.table.listed_strides[1] + line * (walk == 0 ? num_k : 1);
+                                            head * params_.table.listed_strides[1] +
+                                            static_cast<Int>(line) * (walk == 0 ? num_k : 1);
         const int* const blocks = of_columns.blocks + static_cast<Int>(b) * columns(walk);
         const int end = columns(walk), end_word = min(first / 32 + kColumnsAtOnce / 32, of_walk.num_words);
         unsigned* const words =

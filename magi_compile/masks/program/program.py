@@ -225,8 +225,8 @@ class MaskProgram:
 
     @cached_property
     def block_look_up(self) -> BlockLookUp | None:
-        """The look-up of the block of a query and that of a key together, if the mask is one, and intervals beside
-        it; None for other masks."""
+        """The look-up of the block of a query and that of a key together in a captured tensor, if the mask is one, and
+        intervals beside it; None for other masks."""
         if self.expr.reasons or self.by_keys:
             return None
         parts = _conjuncts(self.expr)
@@ -234,6 +234,8 @@ class MaskProgram:
         if len(together) != 1:
             return None
         (look_up,) = together
+        if look_up.args[0] in self.columns:  # no captured tensor, so that its shape needs a run
+            return None
         dims = {"q": [], "kv": []}  # type: dict[str, list[int]]
         for dim, index in enumerate(look_up.args[1:]):
             for name in dims.keys() & index.variables:

@@ -85,6 +85,9 @@ def test_tables(mask_mod):
         lambda b, h, q, kv: LISTED[b, 0, OF_Q[b, q], OF_K[kv]] & LISTED[b, 1, OF_Q[b, q], OF_K[kv]],
         lambda b, h, q, kv: LISTED[b, 0, OF_Q[b, q], OF_K[kv]] & (kv <= q + h),
         lambda b, h, q, kv: INTS[b, 0, OF_Q[b, q], OF_K[kv]] > 0,
+        lambda b, h, q, kv: (INTS > 0)[b, 0, OF_Q[b, q], OF_K[kv]],
+        lambda b, h, q, kv: INTS.bool()[b, 0, OF_Q[b, q], OF_K[kv]],
+        lambda b, h, q, kv: LISTED.mT[b, 0, OF_K[kv], OF_Q[b, q]],
     ],
 )
 def test_other_masks(mask_mod):
