@@ -144,7 +144,7 @@ def test_ranks_wait_for_the_timeout_that_the_group_has_now(monkeypatch, tmp_path
     own, timeout = store.clone(), timedelta(seconds=60)
     monkeypatch.setattr(_compat, "store_of", lambda group: store)
     monkeypatch.setattr(_compat, "own_store_of", lambda group: own if is_own else store)
-    monkeypatch.setattr(_compat, "timeout_of", lambda group: timeout)
+    monkeypatch.setattr(_compat, "timeout_reader", lambda group: lambda: timeout)
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     by, of_all = agreement._store_of(group), store.timeout
     store.set(agreement._key(1, 1), b"there")

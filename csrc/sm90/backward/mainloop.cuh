@@ -187,7 +187,11 @@ public:
     }
 
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
-        mask(scores, slot, mask_row, row, [&](int half) { return look_up(slot, mask_row, row, half); });
+        if constexpr (Config::kMapTable) {
+            mask(scores, slot, mask_row, row, [&](int half) { return look_up(slot, mask_row, row, half); });
+        } else {
+            mask(scores, slot, mask_row, row, 0);   // what refers to a variable costs registers, unused too
+        }
     }
 
     // `row` is the first one of the warp in its tile, and `asked(half)` what a table says to one half
@@ -497,6 +501,17 @@ private:
     // What a table says, while the scores are computed; where much is made of these, there are no registers for it.
     static constexpr bool kLooksUpAhead = Config::kMapTable && Config::kBeginsWithLse;
 
+    // The scores of the present block, with what a table said of it ahead.
+    __device__ __forceinline__ void mask(Scores& scores, int mask_row,
+                                         const typename ScoreMath<Config>::Asked& ahead) const {
+        if constexpr (kLooksUpAhead) {
+            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile(),
+                       [&](int half) { return ahead.of_rows[half]; });
+        } else {
+            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+        }
+    }
+
     // P and dS of the present block. `meanwhile` is done while the scores are computed.
     template <class Meanwhile>
     __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, TileScores<Config>& program,
@@ -513,14 +528,6 @@ private:
                 ahead.of_rows[1] = math_.look_up(block_.slot, mask_row, gradients_.row_in_tile(), 1);
             }
         }
-        const auto mask = [&] {
-            if constexpr (kLooksUpAhead) {
-                math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile(),
-                           [&](int half) { return ahead.of_rows[half]; });
-            } else {
-                math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
-            }
-        };
         if constexpr (Config::kHasScore) {
             const Block& block = smem_.blocks[block_.slot];
             program.move_to(uniform(block.first), uniform(block.template head<Config>()));
@@ -531,13 +538,13 @@ private:
             math_.cap(scores);
         }
         if constexpr (!Config::kBeginsWithLse) {
-            mask();
+            mask(scores, mask_row, ahead);
         } else if constexpr (Config::kHasScore) {
             program.shift(scores);
-            mask();
+            mask(scores, mask_row, ahead);
             pin(scores);
         } else {
-            mask();
+            mask(scores, mask_row, ahead);
             math_.scale(scores);
         }
         Operand factors;

@@ -29,6 +29,9 @@ def test_ranks_agree(ranks_of, size, hosts):
     assert 0.1 < model.backward_area_factor < 100
     assert math.isfinite(model.backward_reduce_factor)
     assert not model.starts_early
-    assert 0 < model.other_host_factor < 1e4
+    assert model.other_host_factor > 0
+    assert math.isfinite(
+        model.other_host_factor
+    )  # a ratio of two times, of which a busy CPU may measure nothing
     if hosts is None:
         assert model.other_host_factor == DEFAULT_COST.other_host_factor
