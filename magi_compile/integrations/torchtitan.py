@@ -541,8 +541,7 @@ def _with_its_plan(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def post_dataloading_process(self: Trainer, batch: Any, *rest: Any, **others: Any) -> Any:
         planned = _planned.get(self, {}).pop(id(batch), None)
-        is_valid = planned is not None and planned.is_valid
-        token = _this_batch.set(planned.plans if planned and is_valid else None)
+        token = _this_batch.set(planned.plans if planned and planned.is_valid else None)
         try:
             return theirs(self, batch, *rest, **others)
         finally:

@@ -102,7 +102,7 @@ class Pulls:
     @cached_property
     def places(self) -> Tensor:
         """int32 `[3, num_rows]` on the device, `peer, source_row, target_row`, with the peers in turn all along."""
-        # On the device throughout, because a copy from the host would wait for the stream.
+        # On the device throughout: it sorts the rows, and a kernel there reads their places.
         size, ranges = self._size, self._ranges
         of_peer = ranges.new_zeros(size).index_add_(0, ranges[:, 0], ranges[:, 3])
         before = of_peer.cumsum(0) - of_peer
