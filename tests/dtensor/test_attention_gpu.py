@@ -12,7 +12,7 @@ from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.make_plan import plan, plan_ahead
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
-from magi_compile.dtensor.transport.collectives import COLLECTIVES, select
+from magi_compile.dtensor.transport.collectives import COLLECTIVES, HIERARCHICAL, select
 from magi_compile.kernels import select as kernels
 from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.select import problem_of
@@ -26,7 +26,7 @@ from tests.support.waits import no_waits
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.parametrize("collective", COLLECTIVES),
+    pytest.mark.parametrize("collective", [x for x in COLLECTIVES if x != HIERARCHICAL]),
     pytest.mark.parametrize("size", [1, 2, 4, 8], ids=lambda size: f"{size}gpus"),
 ]
 
@@ -194,10 +194,11 @@ def run_new_plans(group, collective):
         ).out.sum().backward()
 
     masks = [documents([700 + 64 * i, 1, 90, 1257, 2048 - 64 * i], causal=True) for i in range(6)]
+    # Rows of all ranks, so that windows need not grow later: then the host does wait.
+    run(plan(AttnSlices.full(4096), group, options=OPTIONS))
     run(plan(masks[0], group, options=OPTIONS))
-    run(plan(masks[1], group, options=OPTIONS))
     with no_waits():
-        made = [plan(mask, group, options=OPTIONS) for mask in masks[2:4]]
+        made = [plan(mask, group, options=OPTIONS) for mask in masks[1:4]]
     ahead = [plan_ahead(mask, group, options=OPTIONS) for mask in masks[4:]]
     for future in ahead:
         future.exception()  # it is there

@@ -625,7 +625,8 @@ def test_blocks_that_begin_anywhere(name, is_deterministic):
             before = num_compiled_graphs()
             found = step(attend, *given, *blocks)
             compare(found, step(dense_attention, *given, visible_of(case, blocks)))
-            assert seed == 0 or num_compiled_graphs() == before
+            # The first one of a process meets PyTorch's warning about `return_lse`, which is a guard of its graph.
+            assert seed < 2 or num_compiled_graphs() == before
         if is_deterministic:
             again = step(attend, *given, *blocks)
             assert all(map(torch.equal, found, again))

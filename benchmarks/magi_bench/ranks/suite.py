@@ -119,7 +119,8 @@ class Ranks(runner.Suite):
         """Each mask with the settings that draw it: once, or for each pack of documents of each sampler if it knows
         documents."""
         if self.settings.model:
-            yield MODEL, self.settings
+            for sampler in self.settings.samplers:
+                yield MODEL, replace(self.settings, lengths=sampler)
             return
         for mask in self.settings.masks:
             drawn = itertools.product(self.settings.samplers, range(self.settings.packs))
@@ -130,7 +131,8 @@ class Ranks(runner.Suite):
     def contenders(self, case: Case) -> Sequence[Contender]:
         asked = self.settings.contenders
         if self.settings.model:
-            made = [x(self.settings, self.world, case.seqlen) for x in TRAININGS]
+            settings = replace(self.settings, lengths=case.lengths)
+            made = [x(settings, self.world, case.seqlen) for x in TRAININGS]
             return [x for x in made if asked is None or x.name in asked]
         return [
             made

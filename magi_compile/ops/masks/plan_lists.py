@@ -139,7 +139,7 @@ def _plan_lists(*arguments: Any) -> list[Tensor]:
     raise_pending()
     call = _ListCall(*arguments)
     kernel, problem = call.chosen()
-    if call.given.device.type == "cuda" and not call.shape.has_table:
+    if call.given.device.type == "cuda":
         hand_over_to_launcher()
     given = call.intervals, call.block_table
     return pack(kernel.plan_lists(call.lists, call.shape, problem, *given))
@@ -160,6 +160,7 @@ define_repeatable(
     "ScalarType dtype, int[] heads, float softcap, str kernel, bool has_score=False, "
     "Tensor? intervals=None, Tensor[]? table=None) -> Tensor[]",
     *(_plan_lists, _plan_lists_fake),
+    dispatch_key="BackendSelect",  # PyTorch does not look for one in `table`
 )
 
 _plans: Memo[list[Tensor]] = Memo(64, lambda plan: plan)

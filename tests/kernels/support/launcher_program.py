@@ -24,6 +24,7 @@ from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
 from magi_compile.kernels.sm90.params import (
     BACKWARD,
     BLOCK_LISTS,
+    BLOCK_MAP,
     FORWARD,
     MASK_SLICES,
     TILE_PLAN,
@@ -31,6 +32,7 @@ from magi_compile.kernels.sm90.params import (
     mask_program_params,
     params_of,
 )
+from magi_compile.kernels.sm90.planner import block_map
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import launcher_build, native
 from magi_compile.masks.evaluation import verify
@@ -38,6 +40,7 @@ from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library
 from magi_compile.ops.masks import mask_bits as mask_bits_op
 from magi_compile.ops.masks import mask_slices as mask_slices_op
+from magi_compile.ops.masks import plan_lists as plan_lists_op
 from magi_compile.ops.repeatable import REPEATABLE
 from tests.kernels.support import idle_driver
 from tests.kernels.support.bits import bit_slices
@@ -91,7 +94,7 @@ class Setup:
                 replace(PROBLEM, softmax_scale=scale, softcap=softcap, **others),
             )
         )
-        for module in (library, mask_slices_op, mask_bits_op):
+        for module in (library, mask_slices_op, mask_bits_op, plan_lists_op):
             module.hand_over_to_launcher = lambda: None
         mask_slices_op.mask_slices_kernel = lambda arch: MaskKernel(mask_slices_on_device, None)
         mask_bits_op.mask_bits_kernel = lambda arch: MaskKernel(mask_bits_on_device, None)
@@ -329,6 +332,26 @@ def mask_bits(setup: Setup) -> None:
     for _ in range(2):
         torch.ops.magi.mask_bits([table], [], in_front, *sizes, False, [1, 1])
         assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
+
+
+def block_tables(setup: Setup) -> None:
+    """The plan of blocks that begin anywhere, with the key intervals of each query or without."""
+    plan_lists_op.chosen_for = lambda *_, has_score, block_map: (
+        PlanningKernel(),
+        replace(PROBLEM, block_map=block_map),
+    )
+    block_map._is_on_gpu = lambda given: True
+    for intervals in (None, torch.zeros(ROWS, 1, 2).int()):
+        for repeats in (False, True):
+            table = [torch.ones(1, 1, 5, 7).bool(), *torch.zeros(2, 1, ROWS).int()]
+            sizes = ([], [], 1, ROWS, ROWS, torch.bfloat16, [4, 2, 64, 64], 0.0, "hopper", False)
+            plan = torch.ops.magi.plan_lists(*sizes, intervals, table)
+            launched, again = setup.in_python(), setup.repeated()
+            assert (len(launched), len(again)) == ((0, 4) if repeats else (4, 0))
+            field = idle_driver.fields(BLOCK_MAP, (launched or again)[0][-1])
+            assert field["table.listed"] == table[0].data_ptr()
+            assert field["walks[0].tiles"] == plan[0].data_ptr()
+            assert field["given_intervals"] == (0 if intervals is None else intervals.data_ptr())
 
 
 def other_shapes(setup: Setup) -> None:

@@ -22,7 +22,16 @@ from magi_compile import _checks
 from magi_compile.kernels.sm90.runtime import calls, launcher_build
 from magi_compile.kernels.sm90.runtime.driver import current_context, on_device
 
-_DTYPES = {torch.float32: 6, torch.bfloat16: 15, torch.float16: 5, torch.int32: 3}  # ScalarType
+#: PyTorch's ScalarType of what a buffer may hold.
+_DTYPES = {
+    torch.uint8: 0,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+}
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}
 
 
@@ -71,11 +80,11 @@ class Launcher:
         try:
             with calls.recorded() as done:
                 results = function(*arguments)
+            if len(done) == 1 and not done[0].has_others:
+                self._adopt(done[0], _tensors_of(arguments), results)
         except Exception as error:
             self._library.magi_note_error(f"{type(error).__name__}: {error}".encode())
             raise
-        if len(done) == 1 and not done[0].has_others:
-            self._adopt(done[0], _tensors_of(arguments), results)
         return results
 
     def forget(self) -> None:

@@ -206,8 +206,10 @@ def test_graph(gpu_ranks_of, size, engine):
 
 
 def run_auto(group):
-    assert NativeCollective().refusals(group, device_of(group)) == []
-    assert select("auto", group, device_of(group)).name == "native"
+    device = device_of(group)
+    assert NativeCollective().refusals(group, device) == []
+    assert select("native", group, device).refusals(group, device) == []  # behind all that it did
+    assert select("auto", group, device).name == "native"
 
 
 def test_auto(gpu_ranks_of, size):

@@ -27,6 +27,7 @@ PROGRAMS = [
         "bit_blocks",
         "by_entry",
         "mask_bits",
+        "block_tables",
         "other_shapes",
         "same_tensors",
     ),
