@@ -247,15 +247,15 @@ def may_ask(problem: AttnProblem) -> bool:
 
 def backward_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
     """The number of key-value heads that the backward works on at a time, `num_tiles` of each: the fewest that keep the
-    SMs busy; all, where they do so less than three times."""
+    SMs busy; all, where they do so less than three times. Of block maps one, and the next as SMs become free: tiles at
+    work are anywhere in the queries of their heads."""
+    if problem.block_map is not None:
+        return 1
     waves = {
         heads: num_tiles * heads / num_sms
         for heads in _divisors(problem.nheads_kv)
         if num_tiles * heads >= _BACKWARD_LEAST_WAVES * num_sms
     }
-    if problem.block_map is not None:
-        # Tiles at work at a time are anywhere in the queries of their heads.
-        return min(waves, default=problem.nheads_kv)
     if waves.get(problem.nheads_kv, 0) < _BACKWARD_MANY_WAVES:
         return problem.nheads_kv
     if problem.qhead_per_kvhead == 1:
