@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
+from magi_compile.dtensor.call import ops as _ops  # noqa: F401  the ops exist once it is imported
+from magi_compile.dtensor.call.scores import attention_in_graph, read_score_mod
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.dtensor.scores import attention_in_graph, read_score_mod
 from magi_compile.dtensor.transport.collectives import CollectiveName, check_collective
 from magi_compile.kernels.base import KernelName
 from magi_compile.masks.arguments import check_count, check_flag

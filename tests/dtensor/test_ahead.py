@@ -15,11 +15,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask
 
 from magi_compile import _compat
-from magi_compile.dtensor import ahead as of_ranks
-from magi_compile.dtensor import execution
 from magi_compile.dtensor import plan as plan_sequence
-from magi_compile.dtensor.asked import Asked
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.call import ahead as of_ranks
+from magi_compile.dtensor.call import execution
+from magi_compile.dtensor.call.asked import Asked
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
 from magi_compile.kernels.sm90 import kernel as hopper
 from magi_compile.kernels.sm90.runtime import ahead

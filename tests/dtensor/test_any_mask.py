@@ -20,9 +20,9 @@ from magi_compile.dtensor import (
     plan,
 )
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.call.scores import read_score_mod
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.dtensor.scores import read_score_mod
 from magi_compile.kernels.select import KERNELS
 from magi_compile.lowering.backend import make_backend
 from magi_compile.ops.sinks import lse_with_sinks, out_with_sinks

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
-from magi_compile.dtensor.arguments import BackwardOptions, Options
+from magi_compile.dtensor.call import ops as _ops  # noqa: F401  the ops exist once it is imported
+from magi_compile.dtensor.call.arguments import BackwardOptions, Options
 
 NAMES = (torch.zeros(1), torch.zeros(2), 0.5, 0.0, "cpu", "auto", "a", "b")
 

@@ -9,9 +9,9 @@ from threading import Thread, current_thread
 import pytest
 import torch
 
-from magi_compile.dtensor import execution
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.call import execution
+from magi_compile.dtensor.call.execution import unpack
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank

@@ -14,8 +14,8 @@ from magi_compile.dtensor import (
     plan_rank,
     plan_rank_ahead,
 )
-from magi_compile.dtensor.agreement import checksum_of, require_equal_tokens
 from magi_compile.dtensor.planning import rank_plan
+from magi_compile.dtensor.ranks.agreement import checksum_of, require_equal_tokens
 
 S = 96
 OPTIONS = ContextParallelOptions(chunk_size=8)

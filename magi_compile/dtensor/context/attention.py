@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from magi_compile import _compat
-from magi_compile.dtensor.scores import MaskOverRanks
-from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask, SpreadSlices
+from magi_compile.dtensor.call.scores import MaskOverRanks
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan, SpreadMask, SpreadSlices
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag

@@ -18,9 +18,9 @@ from magi_compile.dtensor.context.tokens import (
     require_together,
     sequences_of,
 )
-from magi_compile.dtensor.make_plan import DEFAULTS, Mask, group_of, plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
-from magi_compile.dtensor.sequence_plan import SequencePlan
+from magi_compile.dtensor.sequence.make_plan import DEFAULTS, Mask, group_of, plan
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
 from magi_compile.ops.validation import check_list
 
 #: A mask or a plan; several for layers that differ, as a list or by name.

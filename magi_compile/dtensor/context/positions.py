@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.execution import routes_of, unpack
-from magi_compile.dtensor.sequence_plan import SpreadMask
+from magi_compile.dtensor.call.execution import routes_of, unpack
+from magi_compile.dtensor.sequence.sequence_plan import SpreadMask
 from magi_compile.ops.define import define
 
 if TYPE_CHECKING:

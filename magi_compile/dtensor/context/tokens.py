@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from magi_compile.dtensor.sequence_plan import SequencePlan
-from magi_compile.dtensor.spread_tokens import SpreadTokens, check_padding
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
+from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_padding
 from magi_compile.ops.validation import check_list
 
 

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.ahead import begin_plan
+from magi_compile.dtensor.call.ahead import begin_plan
+from magi_compile.dtensor.on_device import Streams, to_device
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
@@ -51,7 +52,6 @@ from magi_compile.dtensor.planning.dispatch import (
 )
 from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of
 from magi_compile.dtensor.planning.local_cover import cover_of_rank
-from magi_compile.dtensor.planning.on_device import Streams, to_device
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_pass
 from magi_compile.masks.arguments import check_count, check_device, check_flag

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from magi_compile.dtensor.entries import Packing
-from magi_compile.dtensor.execution import unpack
-from magi_compile.dtensor.make_plan import _converted
+from magi_compile.dtensor.call.entries import Packing
+from magi_compile.dtensor.call.execution import unpack
 from magi_compile.dtensor.planning import cover, rank_plan
 from magi_compile.dtensor.planning.cover import Entries
 from magi_compile.dtensor.planning.rank_plan import (
@@ -14,6 +13,7 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank,
     plan_rank_together,
 )
+from magi_compile.dtensor.sequence.make_plan import _converted
 
 HEADS = 4
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.execution import DevicePlan
+from magi_compile.dtensor.call.execution import DevicePlan
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, is_recorded
 from magi_compile.ops.validation import DTYPES
 

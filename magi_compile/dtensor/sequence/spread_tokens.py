@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile.dtensor.on_device import to_device
 from magi_compile.dtensor.planning.chunks import Placement
-from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.masks.arguments import check_flag
 
 
@@ -165,7 +165,7 @@ class SpreadTokens:
             TypeError: `shifts` is no int.
             ValueError: `x` has another length.
         """
-        from magi_compile.dtensor import roll as _roll  # noqa: F401  the op exists once it is imported
+        from magi_compile.dtensor.sequence import roll as _roll  # noqa: F401  the op exists once it is imported
 
         check_length("x", x, dim, self.seqlen_local, "of this rank")
         if not isinstance(shifts, int) or isinstance(shifts, bool):

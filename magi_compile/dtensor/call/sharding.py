@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from magi_compile import _compat
-from magi_compile.dtensor.arguments import BackwardOptions, Options
+from magi_compile.dtensor.call.arguments import BackwardOptions, Options
 from magi_compile.ops.sharding import heads_divide, of_backward
 
 # Of arguments behind meta and data.

@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor import ahead
-from magi_compile.dtensor.agreement import Agreement, require_agreement
-from magi_compile.dtensor.arguments import BackwardOptions, Options
-from magi_compile.dtensor.asked import Asked
-from magi_compile.dtensor.backward import backward
-from magi_compile.dtensor.entries import packed, packed_rows, unpacked, unpacked_rows
-from magi_compile.dtensor.execution import DevicePlan, Execution, Prepared, Scoring, unpack
-from magi_compile.dtensor.forward import forward
-from magi_compile.dtensor.sharding import register_rules
+from magi_compile.dtensor.call import ahead
+from magi_compile.dtensor.call.arguments import BackwardOptions, Options
+from magi_compile.dtensor.call.asked import Asked
+from magi_compile.dtensor.call.backward import backward
+from magi_compile.dtensor.call.entries import packed, packed_rows, unpacked, unpacked_rows
+from magi_compile.dtensor.call.execution import DevicePlan, Execution, Prepared, Scoring, unpack
+from magi_compile.dtensor.call.forward import forward
+from magi_compile.dtensor.call.sharding import register_rules
+from magi_compile.dtensor.ranks.agreement import Agreement, require_agreement
+from magi_compile.dtensor.ranks.watch import watched
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.dtensor.watch import watched
 from magi_compile.kernels.base import Grads, Saved, new_max_scores
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import gradients_of_tables, new_sums, split_sums, wanted_tables

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.entries import PLAIN, Packing, packed
+from magi_compile.dtensor.call.entries import PLAIN, Packing, packed
+from magi_compile.dtensor.on_device import Streams, to_device
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
 from magi_compile.dtensor.planning.local_cover import positions_of_keys
-from magi_compile.dtensor.planning.on_device import Streams, to_device
 from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel

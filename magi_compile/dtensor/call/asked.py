@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.arguments import BackwardOptions, Options
-from magi_compile.dtensor.entries import PLAIN, Packing
+from magi_compile.dtensor.call.arguments import BackwardOptions, Options
+from magi_compile.dtensor.call.entries import PLAIN, Packing
 from magi_compile.dtensor.planning.cover import Entries
 from magi_compile.kernels.base import AttnProblem, CompiledKernel, Kernel
 from magi_compile.kernels.overlap import EarlyKernel

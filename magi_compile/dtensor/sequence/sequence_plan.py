@@ -20,13 +20,13 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.explain import PlanExplanation, explain_plan
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.rank_plan import (
     PlanTensors,
     RankPlan,
 )
-from magi_compile.dtensor.spread_tokens import SpreadTokens, check_length
+from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
+from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import AttnOutput

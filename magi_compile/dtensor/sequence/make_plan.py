@@ -28,8 +28,8 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_together,
     planner,
 )
-from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
-from magi_compile.dtensor.spread_tokens import SpreadTokens
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan, SpreadMask
+from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_count
 from magi_compile.masks.block_mask import (

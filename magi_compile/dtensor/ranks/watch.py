@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from magi_compile import _compat
-from magi_compile.dtensor.roll_call import RollCall
+from magi_compile.dtensor.ranks.roll_call import RollCall
 from magi_compile.dtensor.transport.collectives import is_recorded, release
 
 logger = logging.getLogger("magi_compile")

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.asked import Asked
-from magi_compile.dtensor.entries import Packing
+from magi_compile.dtensor.call.asked import Asked
+from magi_compile.dtensor.call.entries import Packing
 from magi_compile.dtensor.planning.cover import Entries
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
