@@ -129,7 +129,7 @@ def context_parallel_attention(
         softmax_scale, softcap = softmax_scale * factors.scale, factors.softcap
     if scored is not None or share or return_max_scores:
         of_score = (None, None, "", None) if scored is None else scored
-        rest = short((batch_entries, return_max_scores, *of_score, list(share)), 1)
+        rest = short((batch_entries, *of_score, list(share), return_max_scores), 1)
     out, lse, max_scores = torch.ops.magi.cp_attention(
         *(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen), *rest
     )

@@ -84,7 +84,7 @@ def run_ops(
     options = (like(plan.meta), like(plan.data), scale, softcap, *names, batch)
     of_score = ([like(torch.zeros(4))], [], score, [-1, -1]) if score else ()
     more = of_score or (None, None, "", None)
-    out, lse, _ = torch.ops.magi.cp_ffa_fwd(q, k, v, *options, largest, *more, None)
+    out, lse, _ = torch.ops.magi.cp_ffa_fwd(q, k, v, *options, *more, None, largest)
     torch.ops.magi.cp_ffa_bwd(out, None, q, k, v, out, lse, *options, *more, None, list(wanted))
 
 
@@ -197,16 +197,16 @@ def test_calls_and_plans_of_another_time(monkeypatch):
     device, begun = torch.device("cpu"), []
     numbers = ((2, 2, 64, 64), 0.125, 0.0, hopper_on_cpus.KERNEL, 1, False, SCORE)
     tables = ((torch.float32, 1),)
-    asked = Asked(device, torch.bfloat16, *numbers, tables, True, (), deterministic=True)
-    plan = plan_rank(packs(), 2, 0, STAGES)
+    asked = Asked(device, torch.bfloat16, *numbers, tables, (0,), (), True, is_backward=True)
+    plan, other = (plan_rank(packs(), 2, 0, x) for x in (STAGES, ONE_CALL))
     monkeypatch.setattr(_compat, "is_in_use", lambda device: True)
-    monkeypatch.setattr(of_ranks, "_begin", lambda call, plan: begun.append(call.asked))
+    monkeypatch.setattr(of_ranks, "_begin", lambda call, plan: begun.append(call))
     of_ranks.forget()
-    of_ranks.begin_call(asked, is_backward=True, wanted=[0])
-    of_ranks.begin_plan(plan, 1024, device, is_early=False)
+    of_ranks.begin_call(asked)
+    of_ranks.begin_plan(plan, device)
     assert not begun
     with deterministic_algorithms():
-        of_ranks.begin_plan(plan, 512, device, is_early=False)
+        of_ranks.begin_plan(other, device)
     assert begun == [asked]
     of_ranks.forget()
 

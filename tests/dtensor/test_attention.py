@@ -151,7 +151,7 @@ def run_opcheck(group):
     k, v = (torch.randn(64, 2, 8, requires_grad=True) for _ in range(2))
     arguments = (*plan, 0.3, 0.0, "cpu", "auto", *[group.group_name] * 2)
     torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *arguments))
-    with_max_scores = (*arguments, 2, True)
+    with_max_scores = (*arguments, 2, None, None, "", None, None, True)
     torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *with_max_scores))
     q, k, v = (x.detach() for x in (q, k, v))
     torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *arguments))

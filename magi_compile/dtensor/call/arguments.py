@@ -3,73 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 
 class Options(NamedTuple):
-    """The arguments of the forward behind its tensors, in the order of its schema.
+    """The arguments of the ops behind their tensors, in the order of their schemas. A forward has no `wanted`, and a
+    backward has it in the place of `return_max_scores`."""
 
-    Attributes:
-        meta: of the plan.
-        data: of the plan.
-        softmax_scale: factor of the scores.
-        softcap: 0.0 for none.
-        kernel: its name; "" where the op is to choose.
-        collective: how rows move, "auto" where the op is to choose.
-        group_name: of the ranks.
-        reduce_group_name: of the same ranks, for gradients.
-        batch_entries: how many are among the heads.
-        return_max_scores: whether the largest score of each row is asked for.
-        tables: the tensors that the score program captures.
-        symbols: the ints that it captures.
-        score: the text of the score program; "" for none.
-        places: see `Scoring`; empty without a score program.
-        share: see `Packing.of`.
-    """
-
-    meta: Tensor
-    data: Tensor
+    meta: Tensor  # of the plan
+    data: Tensor  # of the plan
     softmax_scale: float
-    softcap: float
-    kernel: str
-    collective: str
-    group_name: str
-    reduce_group_name: str
-    batch_entries: int = 1
+    softcap: float  # 0.0 for none
+    kernel: str  # "" where the op is to choose
+    collective: str  # "auto" where the op is to choose
+    group_name: str  # of the ranks
+    reduce_group_name: str  # of the same ranks, for gradients
+    batch_entries: int = 1  # among the heads
+    tables: Sequence[Tensor] | None = None  # that the score program captures
+    symbols: Sequence[int] | None = None  # likewise
+    score: str = ""  # the text of the score program
+    places: Sequence[int] | None = None  # see `Scoring`; empty without a score program
+    share: Sequence[int] | None = None  # see `Packing.of`
     return_max_scores: bool = False
-    tables: Sequence[Tensor] | None = None
-    symbols: Sequence[int] | None = None
-    score: str = ""
-    places: Sequence[int] | None = None
-    share: Sequence[int] | None = None
+    wanted: Sequence[int] = ()  # the numbers of the captured tensors whose gradients are asked for
 
-
-class BackwardOptions(NamedTuple):
-    """The arguments of the backward behind its tensors, in the order of its schema; see `Options`.
-
-    Attributes:
-        wanted: the numbers of the captured tensors whose gradients are asked for.
-    """
-
-    meta: Tensor
-    data: Tensor
-    softmax_scale: float
-    softcap: float
-    kernel: str
-    collective: str
-    group_name: str
-    reduce_group_name: str
-    batch_entries: int = 1
-    tables: Sequence[Tensor] | None = None
-    symbols: Sequence[int] | None = None
-    score: str = ""
-    places: Sequence[int] | None = None
-    share: Sequence[int] | None = None
-    wanted: Sequence[int] = ()
-
-    @property
-    def return_max_scores(self) -> bool:
-        """No backward has any."""
-        return False
+    @classmethod
+    def of_backward(cls, *given: Any) -> Options:
+        """The arguments of a backward, of which the last ones may be left out."""
+        options = cls(*given)
+        wanted: Any = options.return_max_scores
+        return options._replace(return_max_scores=False, wanted=wanted or ())

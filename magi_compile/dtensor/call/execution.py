@@ -142,6 +142,10 @@ class DevicePlan:
     streams: Streams = field(default_factory=Streams, repr=False)
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
+    @property
+    def forward_is_early(self) -> bool:
+        return self.merged is not None
+
     def positions(self, stage: DeviceStage | None = None) -> Tensor:
         """The positions in the sequence of the keys of a stage, or of the rows of this rank: int32, on the device; 0
         for padding."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.call import ahead
-from magi_compile.dtensor.call.arguments import BackwardOptions, Options
+from magi_compile.dtensor.call.arguments import Options
 from magi_compile.dtensor.call.asked import Asked
 from magi_compile.dtensor.call.backward import backward
 from magi_compile.dtensor.call.entries import packed, packed_rows, unpacked, unpacked_rows
@@ -58,11 +58,10 @@ class _KnownCall(NamedTuple):
 
 
 def _execution(
-    options: Options | BackwardOptions,
+    options: Options,
     scaled: Scaled,
     k: Tensor,
     v: Tensor,
-    wanted: Sequence[int] = (),
     *,
     is_backward: bool = False,
 ) -> Execution:
@@ -71,7 +70,7 @@ def _execution(
     q = scaled.q
     group = reduce_group = _compat.resolve_process_group(options.group_name)
     plan = unpack(options.meta, options.data)
-    key = _kind_of(options, q, k, v, wanted, is_backward=is_backward)
+    key = _kind_of(options, q, k, v, is_backward=is_backward)
     known = plan.calls.get(key)
     call = _agreement_on(plan, options, q, k, v) if known is None else known.agreement
     # Before anything else, because what fails on one rank alone leaves the others waiting.
@@ -81,11 +80,11 @@ def _execution(
         if not is_backward:
             _check_rows(plan, q, k)
             _begin_ahead(plan, options, scaled, k, v)
-        asked = Asked.of(options, scaled.softmax_scale, (q, k, v), wanted)
-        chosen = asked.choice(plan.entries, has_bits=plan.bits is not None)
+        asked = Asked.of(options, scaled.softmax_scale, (q, k, v), is_backward=is_backward)
+        kernel, problem, packing = asked.choice(plan.entries, plan.bits is not None)
         name, has_legs = options.collective, plan.relayed[is_backward]
         moving = select_collective(name, group, q.device, has_legs=has_legs)
-        prepared = Prepared(plan, chosen.kernel, chosen.problem, moving, chosen.packing)
+        prepared = Prepared(plan, kernel, problem, moving, packing)
         if len(plan.calls) >= _MOST_KINDS:
             plan.calls.clear()
         known = plan.calls[key] = _KnownCall(call, prepared, ref(group))
@@ -95,15 +94,7 @@ def _execution(
     return Execution(known.prepared, group, reduce_group, scoring)
 
 
-def _kind_of(
-    options: Options | BackwardOptions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    wanted: Sequence[int],
-    *,
-    is_backward: bool,
-) -> Hashable:
+def _kind_of(options: Options, q: Tensor, k: Tensor, v: Tensor, *, is_backward: bool) -> Hashable:
     """The key, beside a plan, of how a call runs."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     # The numbers and names that both passes have in front.
@@ -112,13 +103,11 @@ def _kind_of(
     if not options.score and not options.share:
         return (*numbers, *shapes)
     tables = tuple([(x.dtype, x.dim()) for x in options.tables or ()])
-    of_score = (options.score, tables, tuple(wanted), tuple(options.share or ()))
+    of_score = (options.score, tables, tuple(options.wanted), tuple(options.share or ()))
     return (*numbers, *shapes, *of_score)
 
 
-def _agreement_on(
-    plan: DevicePlan, options: Options | BackwardOptions, q: Tensor, k: Tensor, v: Tensor
-) -> Agreement:
+def _agreement_on(plan: DevicePlan, options: Options, q: Tensor, k: Tensor, v: Tensor) -> Agreement:
     numbers = (options.softmax_scale, options.softcap, options.collective, options.batch_entries)
     return Agreement.of(plan, q, k, v, *numbers, options.score)
 
@@ -136,39 +125,31 @@ def _check_rows(plan: DevicePlan, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _begin_ahead(
-    plan: DevicePlan, options: Options | BackwardOptions, scaled: Scaled, k: Tensor, v: Tensor
-) -> None:
+def _begin_ahead(plan: DevicePlan, options: Options, scaled: Scaled, k: Tensor, v: Tensor) -> None:
     """Begins to compile the kernels of a forward, and where tensors need gradients those of its backward: those of
     graphs do not say so, and have begun it already."""
-    tables, qkv = options.tables or (), (scaled.q, k, v)
-    ahead.begin_plan(plan, plan.rows, k.device, is_early=plan.merged is not None)
-    ahead.begin_call(Asked.of(options, scaled.softmax_scale, qkv, ()))
-    of_tables = [x.requires_grad for x in tables]
+    qkv, scale = (scaled.q, k, v), scaled.softmax_scale
+    ahead.begin_plan(plan, k.device)
+    ahead.begin_call(Asked.of(options, scale, qkv))
+    of_tables = [x.requires_grad for x in options.tables or ()]
     if any((*of_tables, *(x.requires_grad for x in qkv))):
         wanted = wanted_tables(options.score, of_tables)
-        asked = Asked.of(options, scaled.softmax_scale, qkv, wanted)
-        asked = asked._replace(has_max_scores=False)
-        ahead.begin_call(asked, is_backward=True, wanted=wanted)
+        back = options._replace(wanted=wanted, return_max_scores=False)
+        ahead.begin_call(Asked.of(back, scale, qkv, is_backward=True))
 
 
 def _begin_traced(
-    options: Options | BackwardOptions,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    wanted: Sequence[int] = (),
-    *,
-    is_backward: bool = False,
+    options: Options, qkv: tuple[Tensor, Tensor, Tensor], *, is_backward: bool = False
 ) -> None:
     """Begins to compile what a call of fake tensors will launch."""
     if not _compat.is_in_use(qkv[0].device):
         return
     scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
     with suppress(Exception):  # of sizes that nobody knows yet
-        asked = Asked.of(options, scale, qkv, wanted)
-        ahead.begin_call(asked, is_backward=is_backward, wanted=wanted)
+        ahead.begin_call(Asked.of(options, scale, qkv, is_backward=is_backward))
 
 
-def _scoring(options: Options | BackwardOptions, plan: DevicePlan) -> Scoring:
+def _scoring(options: Options, plan: DevicePlan) -> Scoring:
     """The score program with its tensors."""
     program, tables = ScoreProgram.parse(options.score), options.tables or ()
     return Scoring(plan, program, tables, options.symbols or (), options.places or (-1, -1))
@@ -192,7 +173,7 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     return out.contiguous(), lse, max_scores
 
 
-def _scaled(q: Tensor, options: Options | BackwardOptions) -> Scaled:
+def _scaled(q: Tensor, options: Options) -> Scaled:
     if options.score:  # which tells the sign of a score: the scale stays with it
         return Scaled(q, options.softmax_scale, 1.0)
     return Scaled.of(q, options.softmax_scale)
@@ -211,9 +192,9 @@ def _cp_ffa_bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse, *others = rest
-    options = BackwardOptions(*others)
+    options = Options.of_backward(*others)
     scaled, tables, wanted = _scaled(q, options), options.tables or (), options.wanted
-    execution = _execution(options, scaled, k, v, wanted, is_backward=True)
+    execution = _execution(options, scaled, k, v, is_backward=True)
     queries, entries = scaled.q, execution.prepared.entries
     sums = new_sums(tables, wanted, q)
     if execution.scoring is not None:
@@ -233,27 +214,23 @@ def _cp_ffa_bwd(
 def _cp_ffa_bwd_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, *others = rest
-    options = BackwardOptions(*others)
-    _begin_traced(options, (q, k, v), options.wanted, is_backward=True)
+    options = Options.of_backward(*rest[2:])
+    _begin_traced(options, (q, k, v), is_backward=True)
     sums = new_sums(options.tables or (), options.wanted, q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sums
 
 
 _OPTIONS = (
     "Tensor meta, Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
-    "str reduce_group_name, SymInt batch_entries=1"
+    "str reduce_group_name, SymInt batch_entries=1, Tensor[]? tables=None, SymInt[]? symbols=None, str score='', "
+    "int[]? places=None, SymInt[]? share=None"
 )
-_MORE_OPTIONS = "Tensor[]? tables=None, SymInt[]? symbols=None, str score='', int[]? places=None, SymInt[]? share=None"
-_FWD = (
-    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool return_max_scores=False, {_MORE_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor)"
-)
+_FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool return_max_scores=False) -> (Tensor, Tensor, Tensor)"
 define(_lib, f"cp_ffa_fwd{_FWD}", _cp_ffa_fwd, _cp_ffa_fwd_fake)
 define(
     _lib,
     "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, {_MORE_OPTIONS}, int[] wanted=[]) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}, int[] wanted=[]) -> (Tensor, Tensor, Tensor, Tensor)",
     _cp_ffa_bwd,
     _cp_ffa_bwd_fake,
 )
@@ -270,7 +247,7 @@ class _AttentionOverRanks(torch.autograd.Function):
         options = Options(*rest)
         out, lse, max_scores = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, options.meta, options.data, *tables)
-        ctx.numbers = rest[2:_NUM_PLAIN]
+        ctx.numbers = rest[2:_TABLES]
         # Of a call that has no more than these, no more is kept, because each costs time.
         ctx.others = None
         if tables or options.score or options.share:
@@ -298,8 +275,7 @@ class _AttentionOverRanks(torch.autograd.Function):
         return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
-_NUM_PLAIN = BackwardOptions._fields.index("tables")  # arguments that every call has
-_TABLES = Options._fields.index("tables")
+_TABLES = Options._fields.index("tables")  # in front are the arguments that every call has
 
 
 def _tables_of(*rest: Any) -> Sequence[Tensor]:

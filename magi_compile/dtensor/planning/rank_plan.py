@@ -142,13 +142,17 @@ class RankPlan:
         """Without the tensors on devices, which other processes do not have."""
         return {**vars(self), "_packed": {}, "_streams": Streams()}
 
+    @property
+    def rows(self) -> int:
+        """Rows of a rank."""
+        return self.dispatch.seqlen_local
+
     def tensors(self, device: torch.device | str) -> PlanTensors:
         """The plan for the ops; made once per device. It is there in the order of the current stream."""
         device = check_device(device)
         if device not in self._packed:
             packed = self._packed[device] = self._pack(device)
-            rows, is_early = self.dispatch.seqlen_local, self.forward_is_early
-            begin_plan(self, rows, packed.data.device, is_early=is_early)
+            begin_plan(self, packed.data.device)
         tensors = self._packed[device]
         self._streams.enter(device, tensors.data)
         return tensors
