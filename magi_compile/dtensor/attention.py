@@ -21,11 +21,10 @@ from magi_compile.ops.attention import AttnOutput
 from magi_compile.ops.dtensors import (
     PACKED,
     are_distributed,
+    as_dtensors,
     shards_of,
     share_of,
     shifted_score_mod,
-    wrapped,
-    wrapped_rows,
 )
 from magi_compile.ops.validation import as_autocast, check_options, check_qkv
 
@@ -89,23 +88,11 @@ def context_parallel_attention(
     """
     name = _name_of(group, "group")
     q, k, v = as_autocast(q, k, v)
+    shards = None
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
-        share = share or share_of(shards)
-        out, *rows = context_parallel_attention(
-            *(*shards[:3], plan, name),
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            kernel=kernel,
-            collective=collective,
-            reduce_group=reduce_group,
-            batch_entries=batch_entries,
-            return_max_scores=return_max_scores,
-            score_mod=shifted_score_mod(score_mod, shards),
-            share=share,
-        )
-        of_heads = [wrapped_rows(x, shards, PACKED) for x in rows]
-        return AttnOutput(wrapped(out, shards), *of_heads)  # type: ignore[arg-type]
+        q, k, v = shards[:3]
+        share, score_mod = share or share_of(shards), shifted_score_mod(score_mod, shards)
     numbers = (softmax_scale, softcap, batch_entries, return_max_scores, kernel, collective)
     _check(q, k, v, plan, numbers, share)
     if softmax_scale is None:
@@ -124,7 +111,7 @@ def context_parallel_attention(
                 *(q, k, v, plan, softmax_scale, score_mod, chosen, batch_entries, list(share)),
                 return_max_scores=return_max_scores,
             )
-            return AttnOutput(*found)
+            return AttnOutput(*as_dtensors(shards, PACKED, *found))
         factors, scored = read_score_mod(score_mod, q.device)
         softmax_scale, softcap = softmax_scale * factors.scale, factors.softcap
     if scored is not None or share or return_max_scores:
@@ -133,7 +120,8 @@ def context_parallel_attention(
     out, lse, max_scores = torch.ops.magi.cp_attention(
         *(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen), *rest
     )
-    return AttnOutput(out, lse, max_scores if return_max_scores else None)
+    of_rows = (lse, max_scores if return_max_scores else None)
+    return AttnOutput(*as_dtensors(shards, PACKED, out, *of_rows))
 
 
 @torch.compiler.assume_constant_result

@@ -131,23 +131,21 @@ def shards_of(
     return Shards(local_q, local_k, local_v, mesh, q.placements, entries, q_heads, whole)
 
 
-def wrapped(out: Tensor, shards: Shards) -> Tensor:
-    """The output as a DTensor, placed like q."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(out, shards.mesh, shards.placements, run_check=False)
-
-
-def wrapped_rows(x: Tensor | None, shards: Shards, layout: Layout) -> Tensor | None:
-    """Numbers of rows, as the log-sum-exp and the largest scores, as a DTensor; None stays None."""
-    if x is None:
-        return None
+def as_dtensors(
+    shards: Shards | None, layout: Layout, out: Tensor, *rows: Tensor | None
+) -> tuple[Any, ...]:
+    """The output, and numbers of rows as the log-sum-exp and the largest scores, as DTensors that are placed like q;
+    None stays None. Without shards all stay as they are."""
+    if shards is None:
+        return out, *rows
     from torch.distributed.tensor import DTensor, Shard
 
-    placements = [
-        Shard(layout.in_lse[p.dim]) if isinstance(p, Shard) else p for p in shards.placements
-    ]
-    return DTensor.from_local(x, shards.mesh, placements, run_check=False)
+    mesh, placements = shards.mesh, shards.placements
+    of_rows = [Shard(layout.in_lse[p.dim]) if isinstance(p, Shard) else p for p in placements]
+    made: list[Any] = [DTensor.from_local(out, mesh, placements, run_check=False)]
+    for x in rows:
+        made.append(x if x is None else DTensor.from_local(x, mesh, of_rows, run_check=False))
+    return tuple(made)
 
 
 # Placements

@@ -10,7 +10,7 @@ text = p.keys.shard(text, dim=1)      of cross attention: this rank's keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -35,11 +35,10 @@ from magi_compile.ops.dtensors import (
     PACKED,
     PADDED,
     are_distributed,
+    as_dtensors,
     shards_of,
     share_of,
     shifted_score_mod,
-    wrapped,
-    wrapped_rows,
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
@@ -294,12 +293,10 @@ class SequencePlan(SpreadTokens):
         scale: float | None,
         softcap: float,
         score_mod: Callable[..., Any] | None = None,
-        share: Sequence[int] = (),
         *,
         return_max_scores: bool = False,
     ) -> AttnOutput:
-        """Attention by `meta`, which says what that of the plan says, shaped as q is. `share` as in
-        `context_parallel_attention`."""
+        """Attention by `meta`, which says what that of the plan says, shaped as q is."""
         for name, x in {"q": q, "k": k, "v": v}.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
@@ -310,16 +307,12 @@ class SequencePlan(SpreadTokens):
                 )
         if self._of_unknown:
             self._refuse_several(q)
+        shards, layout = None, PADDED if q.ndim == 4 else PACKED
+        share: tuple[int, ...] = ()
         if are_distributed(q, k, v):
-            layout = PADDED if q.ndim == 4 else PACKED
             shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
-            out, *rows = self.attend(
-                *(*shards[:3], meta, scale, softcap, shifted_score_mod(score_mod, shards)),
-                share_of(shards),
-                return_max_scores=return_max_scores,
-            )
-            of_rows: Any = [wrapped_rows(x, shards, layout) for x in rows]
-            return AttnOutput(wrapped(out, shards), *of_rows)
+            q, k, v = shards[:3]
+            share, score_mod = share_of(shards), shifted_score_mod(score_mod, shards)
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.device != self.device:
                 raise ValueError(
@@ -340,7 +333,8 @@ class SequencePlan(SpreadTokens):
             "share": share if self._entries.number > 1 else (),
         }
         if q.ndim == 3:
-            return context_parallel_attention(q, k, v, tensors, self.group_name, **options)
+            found = context_parallel_attention(q, k, v, tensors, self.group_name, **options)
+            return AttnOutput(*as_dtensors(shards, layout, *found))
         batch = q.shape[0]
         for name, x in (("k", k), ("v", v)):
             if x.shape[0] != batch:
@@ -355,9 +349,8 @@ class SequencePlan(SpreadTokens):
             *(q, k, v, tensors, self.group_name), batch_entries=batch, **options
         )
         out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
-        lse, max_scores = (None if x is None else x.unflatten(0, (batch, nheads)) for x in rows)
-        assert lse is not None
-        return AttnOutput(out, lse, max_scores)
+        by_entry = (None if x is None else x.unflatten(0, (batch, nheads)) for x in rows)
+        return AttnOutput(*as_dtensors(shards, layout, out, *by_entry))
 
 
 def _is_causal(slices: AttnSlices) -> bool:
