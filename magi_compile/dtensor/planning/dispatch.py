@@ -68,33 +68,9 @@ class Dispatch(Placement):
         return self if self.other_keys is None else self.other_keys
 
 
-def dispatch(
-    slices: AttnSlices,
-    cp_size: int,
-    *,
-    chunk_size: int | None = None,
-    strategy: str = "local",
-    slack: float = 0.01,
-    cost: CostModel = DEFAULT_COST,
-) -> Dispatch:
-    """Decides which rank holds which tokens of a sequence, and which keys where there are not as many of them.
-
-    Args:
-        slices: the mask over the whole sequence.
-        cp_size: number of ranks.
-        chunk_size: tokens of a chunk; None chooses it from the mask.
-        strategy: a name in `STRATEGIES`.
-        slack: how far above the mean a rank's area may lie in favour of less communication.
-        cost: what compute and communication cost.
-
-    Returns:
-        The dispatch, the same on every rank.
-
-    Raises:
-        ValueError: if an argument is out of range.
-    """
-    options = {"chunk_size": chunk_size, "strategy": strategy, "slack": slack, "cost": cost}
-    return dispatch_together([slices], [1], cp_size, **options)[0]  # type: ignore[arg-type]
+def dispatch(slices: AttnSlices, cp_size: int, **options: Any) -> Dispatch:
+    """`dispatch_together` of one mask, with the same options."""
+    return dispatch_together([slices], [1], cp_size, **options)[0]
 
 
 def dispatch_together(
@@ -108,22 +84,23 @@ def dispatch_together(
     cost: CostModel = DEFAULT_COST,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """`dispatch` of tokens that several masks are attended to with: they have one placement.
+    """Decides which rank holds which tokens of a sequence that several masks are attended to with, and which keys where
+    there are not as many of them.
 
     Args:
         masks: each over the whole sequence.
         weights: how often each is attended to, the number of its layers; what is balanced is the sum of work.
-        cp_size: as in `dispatch`, like what follows.
-        chunk_size: see `cp_size`.
-        strategy: see `cp_size`.
-        slack: see `cp_size`.
-        cost: see `cp_size`.
+        cp_size: number of ranks.
+        chunk_size: tokens of a chunk; None chooses it from the masks.
+        strategy: a name in `STRATEGIES`.
+        slack: how far above the mean a rank's area may lie in favour of less communication.
+        cost: what compute and communication cost.
         keys: where the keys of each mask lie already. Otherwise they are the tokens themselves where they are as many,
             and where they are not a sequence of their own, one for all masks with as many keys, which is placed by what
             is seen of it.
 
     Returns:
-        A `Dispatch` for each of `masks`.
+        A `Dispatch` for each of `masks`, the same on every rank.
 
     Raises:
         ValueError: if an argument is out of range, or masks have other lengths.
@@ -304,24 +281,17 @@ def _check_slices(slices: AttnSlices) -> None:
 
 def _chunk_sizes(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> list[int]:
     """The sizes to try, largest first: that of `choose_chunk_size`, and what is left down to a quarter of it."""
-    first = CHUNK_SIZES.index(_choose_chunk_size(seqlen, cp_size, area_of))
+    first = CHUNK_SIZES.index(choose_chunk_size(seqlen, cp_size, area_of))
     return list(CHUNK_SIZES[first : first + 3])
 
 
-def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
-    """The largest chunk size that leaves the balance enough freedom, as a rule.
+def choose_chunk_size(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> int:
+    """The largest chunk size that leaves the balance enough freedom, as a rule; `area_of(size)` are the areas of such
+    chunks.
 
     Above 512 tokens every rank must hold at least 16 chunks, none of which weighs more than a quarter of a rank's
     share; below, 8 chunks are enough. Sequences too short for that get the smallest size, with fewer chunks.
     """
-
-    def area_of(size: int) -> Tensor:
-        return ChunkTable.of(slices, size, -(-slices.seqlen_q // (size * cp_size)) * cp_size).area
-
-    return _choose_chunk_size(slices.seqlen_q, cp_size, area_of)
-
-
-def _choose_chunk_size(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> int:
     for chunk_size in CHUNK_SIZES:
         per_rank = -(-seqlen // (chunk_size * cp_size))
         if per_rank < (16 if chunk_size > 512 else 8):
