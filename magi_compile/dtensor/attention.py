@@ -149,7 +149,7 @@ def _check(
     if isinstance(plan, PlanTensors):
         tensors += plan
     kind: Hashable = None
-    if all([isinstance(x, Tensor) for x in tensors]) and not any([x.is_nested for x in tensors]):
+    if all([isinstance(x, Tensor) and not x.is_nested for x in tensors]):
         of_tensors = [(x.shape, x.dtype, x.device, x.layout) for x in tensors[:3]]
         places = [x.device for x in tensors[3:]]
         # 1, 1.0 and True are equal, and not equally welcome.

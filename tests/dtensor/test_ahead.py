@@ -97,7 +97,7 @@ def idle_ranks(begun, loaded):
     ):
         patch.setattr(ahead, "begin", begun.extend)
         patch.setattr(_compat, "is_in_use", lambda device: True)
-        patch.setattr(execution, "_device_plans", OrderedDict())
+        patch.setattr(execution._device_plans, "plans", OrderedDict())
         hopper._begin_backward.cache_clear()
         of_ranks.forget()
         yield

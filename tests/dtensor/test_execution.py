@@ -87,9 +87,9 @@ def test_plans_of_several_threads(monkeypatch):
                 thread.join(0.2)
             return found
 
-    monkeypatch.setattr(execution, "_device_plans", Kept())
+    monkeypatch.setattr(execution._device_plans, "plans", Kept())
     monkeypatch.setattr(rank_plan, "CACHE_SIZE", 1)
     plan = unpack(*first)
     assert unpack(*first) is plan
     thread.join()
-    assert [x.rows for x in execution._device_plans.values()] == [256]
+    assert [x.rows for x in execution._device_plans.plans.values()] == [256]

@@ -171,6 +171,6 @@ def test_ahead_in_a_forked_worker():
     loader = torch.utils.data.DataLoader(
         Plans(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=20
     )
-    with rank_plan._lock:
+    with rank_plan._plans.lock:
         workers = iter(loader)
     assert list(workers) == wanted

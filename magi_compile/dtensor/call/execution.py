@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +21,7 @@ from magi_compile.dtensor.on_device import Streams, to_device
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
 from magi_compile.dtensor.planning.local_cover import positions_of_keys
-from magi_compile.dtensor.planning.rank_plan import recent
+from magi_compile.dtensor.planning.rank_plan import Recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.overlap import EarlyKernel, PhasedKernel
@@ -320,36 +317,19 @@ class Execution(NamedTuple):
         return self.scoring.over(self.prepared.packing, *stages)
 
 
-LIVE_PLANS = 8  # kept whatever their size: of the layers of a model, which take turns
-
-_device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
-_lock = Lock()  # a backward has a thread of its own
-
-
-def _begin_anew() -> None:
-    """In a forked process, where another thread may have held the lock."""
-    global _lock
-    _lock = Lock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_begin_anew)
+# Eight are kept whatever their size: of the layers of a model, which take turns.
+_device_plans: Recent[DevicePlan] = Recent(least=8)
 
 
 def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans. The current stream may use
     them."""
-    key = (*meta[:2].tolist(), data.device)
-    with _lock:
-        plan = _device_plans.get(key)
-        if plan is not None:
-            _device_plans.move_to_end(key)
-    if plan is None:
+
+    def make() -> list[DevicePlan]:
         with _compat.outside_of_modes():
-            made = _unpack(meta.tolist(), data)
-        with _lock:
-            _device_plans.setdefault(key, made)
-            plan = recent(_device_plans, [key], least=LIVE_PLANS)[0]
+            return [_unpack(meta.tolist(), data)]
+
+    plan = _device_plans.get([(*meta[:2].tolist(), data.device)], make)[0]
     plan.streams.enter(data.device, plan.forward[0].slices.q_ranges)
     return plan
 

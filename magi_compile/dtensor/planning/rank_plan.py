@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from threading import Lock
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -241,23 +241,9 @@ def plan_rank_together(
     permutation: Tensor | Placement | None = None,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[RankPlan]:
-    """The plans of one rank for several masks of one sequence, whose tokens have one placement.
-
-    Args:
-        masks: each over the whole sequence, the same on every rank.
-        cp_size: number of ranks.
-        rank: this rank.
-        options: the same on every rank.
-        weights: how often each mask is attended to; once by default.
-        permutation: where tokens lie already, as in `dispatch_as`; `options` then have no say in it.
-        keys: where the keys of each mask lie already, as in `dispatch_together`.
-
-    Returns:
-        A plan for each mask.
-
-    Raises:
-        ValueError: if an argument is out of range, or the masks do not fit each other or `keys`.
-    """
+    """The plans of one rank for several masks of one sequence, whose tokens have one placement. As `plan_rank`;
+    `weights` and `keys` as in `dispatch_together`. `permutation` says where tokens lie already, as in `dispatch_as`;
+    `options` then have no say in it."""
     weights = [1] * len(masks) if weights is None else list(weights)
     check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
@@ -277,30 +263,20 @@ def plan_rank_together(
         others += [_bytes_of(-3), b"" if placement is None else _content_of_placement(placement)]
     rest = b"".join([*others, _text_of(options)])
     digests = [_digest(content + rest) for content in contents]
-    with _lock:
-        if all((digest, rank) in _plans for digest in digests):
-            return recent(_plans, [(digest, rank) for digest in digests])
-    if permutation is not None:
-        wheres = dispatch_as(masks, cp_size, permutation, keys)
-    else:
-        wheres = dispatch_together(
-            masks,
-            weights,
-            cp_size,
-            chunk_size=options.chunk_size,
-            strategy=options.strategy,
-            slack=options.slack,
-            cost=options.cost,
-            keys=keys,
-        )
-    made = [
-        _plan(where, rank, options, digest, mask)
-        for where, digest, mask in zip(wheres, digests, masks, strict=True)
-    ]
-    with _lock:
-        for digest, plan in zip(digests, made, strict=True):
-            _plans.setdefault((digest, rank), plan)
-        return recent(_plans, [(digest, rank) for digest in digests])
+
+    def make() -> list[RankPlan]:
+        if permutation is not None:
+            wheres = dispatch_as(masks, cp_size, permutation, keys)
+        else:
+            names = ("chunk_size", "strategy", "slack", "cost")
+            chosen = {name: getattr(options, name) for name in names}
+            wheres = dispatch_together(masks, weights, cp_size, **chosen, keys=keys)
+        return [
+            _plan(where, rank, options, digest, mask)
+            for where, digest, mask in zip(wheres, digests, masks, strict=True)
+        ]
+
+    return _plans.get([(digest, rank) for digest in digests], make)
 
 
 def plan_rank_ahead(
@@ -389,20 +365,65 @@ def planner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magi-plan")
 
 
-_plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
-_lock = Lock()
+class Planned(Protocol):
+    """A plan that is kept."""
+
+    @property
+    def bits(self) -> Tensor | None: ...
 
 
-def forget() -> None:
-    """Forgets all plans."""
-    with _lock:
-        _plans.clear()
+_Kept = TypeVar("_Kept", bound=Planned)
+
+
+class Recent(Generic[_Kept]):
+    """Recent plans by key, for several threads: no more than `CACHE_SIZE`, nor, but for the newest `least`, more than
+    `MOST_BITS` of blocks of bits. Those of one request are kept together."""
+
+    def __init__(self, least: int = 1):
+        self.plans: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self.lock, self._least = Lock(), least
+        _all_recent.append(self)
+
+    def get(self, keys: Sequence[Hashable], make: Callable[[], Sequence[_Kept]]) -> list[_Kept]:
+        """The plans of `keys`, which are the newest from now on; `make` makes all of them if one is missing."""
+        found: list[_Kept] = []
+        with self.lock:
+            for key in keys:
+                if (plan := self.plans.get(key)) is not None:
+                    self.plans.move_to_end(key)
+                    found.append(plan)
+        if len(found) == len(keys):
+            return found
+        made = make()
+        with self.lock:
+            kept = [self.plans.setdefault(key, x) for key, x in zip(keys, made, strict=True)]
+            for key in keys:
+                self.plans.move_to_end(key)
+            while len(self.plans) > max(CACHE_SIZE, len(keys)):
+                self.plans.popitem(last=False)
+            if any(x.bits is not None for x in kept):
+                least = max(self._least, len(keys))
+                while len(self.plans) > least and self._num_bytes() > MOST_BITS:
+                    self.plans.popitem(last=False)
+        return kept
+
+    def _num_bytes(self) -> int:
+        return sum(0 if x.bits is None else x.bits.nbytes for x in self.plans.values())
+
+    def clear(self) -> None:
+        with self.lock:
+            self.plans.clear()
+
+
+_all_recent: list[Recent[Any]] = []
+_plans: Recent[RankPlan] = Recent()
+forget = _plans.clear
 
 
 def _begin_anew() -> None:
-    """In a forked process, which has neither the planner's thread nor whoever may hold the lock."""
-    global _lock
-    _lock = Lock()
+    """In a forked process, which has neither the planner's thread nor whoever may hold a lock."""
+    for recent in _all_recent:
+        recent.lock = Lock()
     planner.cache_clear()
 
 
@@ -473,34 +494,3 @@ def _bytes_of(*numbers: int) -> bytes:
 def _digest(content: bytes) -> int:
     """63 bits that two different plans do not share."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
-
-
-class Planned(Protocol):
-    """A plan that is kept."""
-
-    @property
-    def bits(self) -> Tensor | None: ...
-
-
-_Kept = TypeVar("_Kept", bound=Planned)
-
-
-def recent(
-    kept: OrderedDict[Hashable, _Kept], keys: Sequence[Hashable], least: int = 1
-) -> list[_Kept]:
-    """The kept values of `keys`, which are the newest from now on. Of the others, no more are kept than `CACHE_SIZE` in
-    all, nor, but for the newest `least`, more than `MOST_BITS` of `bits`."""
-    found = [kept[key] for key in keys]
-    for key in keys:
-        kept.move_to_end(key)
-    while len(kept) > max(CACHE_SIZE, len(keys)):
-        kept.popitem(last=False)
-    if any(value.bits is not None for value in found):
-        least = max(least, len(keys))
-        while len(kept) > least and sum(map(_bytes_of_bits, kept.values())) > MOST_BITS:
-            kept.popitem(last=False)
-    return found
-
-
-def _bytes_of_bits(plan: Planned) -> int:
-    return 0 if plan.bits is None else plan.bits.nbytes

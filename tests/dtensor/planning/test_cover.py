@@ -191,7 +191,7 @@ def test_no_more_bits_are_kept_than_there_is_room_for(monkeypatch):
         for i in range(4)
     ]
     plans = rank_plan.OrderedDict()
-    monkeypatch.setattr(rank_plan, "_plans", plans)
+    monkeypatch.setattr(rank_plan._plans, "plans", plans)
     monkeypatch.setattr(rank_plan, "MOST_BITS", 40 << 10)  # 2 of 9 blocks of 2 KB each
     for mask in masks:
         plan_rank(mask, 1, 0)
