@@ -186,17 +186,7 @@ def _backward_stage_seconds(attention: _TimedAttention, clock: _Clock) -> float:
 
 
 class _Moving:
-    """Casts and reduces.
-
-    Args:
-        collective: moves the rows.
-        tensors: whose rows move.
-        group: the ranks.
-        clock: measures.
-
-    Attributes:
-        latency: the time of a cast of one row.
-    """
+    """Casts and reduces of the rows of `tensors`; `latency` is the time of a cast of one row."""
 
     def __init__(
         self,
@@ -212,7 +202,7 @@ class _Moving:
         self.latency = clock.seconds(lambda: self._cast(one_row))
 
     def _route(self, peers: Sequence[Sequence[int]], rows: int) -> Route:
-        return _everything(self._group, peers, rows, self._tensors[0].device)
+        return Route.of_peers(self._group.rank(), peers, rows, self._tensors[0].device)
 
     def _cast(self, route: Route) -> Sequence[Tensor]:
         casts = self._collective.casts(self._tensors, [route], self._group)
@@ -255,19 +245,6 @@ def _keys(
     """One slice, of the first queries if there are more."""
     slices = [AttnSlice((0, queries), (0, keys), MaskType.FULL)]
     return AttnSlices.from_slices(slices, seqlen_q or queries, keys).to(device)
-
-
-def _everything(
-    group: dist.ProcessGroup, peers: Sequence[Sequence[int]], rows: int, device: torch.device
-) -> Route:
-    """Each rank sends its first `rows` rows to each of its peers, whose peer it is."""
-    rank, mine = group.rank(), peers[group.rank()]
-    sends = [[peer, 0, peers[peer].index(rank) * rows, rows] for peer in mine]
-    recvs = [[peer, i * rows, 0, rows] for i, peer in enumerate(mine)]
-    ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu").view(-1, 4)
-    counts = [rows if peer in mine else 0 for peer in range(group.size())]
-    numbers = [len(mine), len(mine), rows * max(map(len, peers)), *counts, *counts]
-    return Route.unpack([*numbers, *ranges.flatten().tolist()], ranges.to(device), group.size())
 
 
 class _Clock:

@@ -51,33 +51,25 @@ class Route:
     Between two ranks, ranges come in the same order on both sides. Home rows may go to several ranks; no row goes to
     one rank twice. The rows of the buffer are `0 .. num_received - 1`, each filled once.
 
-    Attributes:
-        sends: int32 `[num_sends, 4]` on the device of the data, ordered by peer: the home rows from `row` on go to
-            the rows from `peer_row` on in the buffer of `peer`. `peer` may be the rank itself.
-        recvs: int32 `[num_recvs, 4]`, likewise: the rows from `row` on in the buffer are the home rows from
-            `peer_row` on of `peer`.
-        host_sends: `sends` on the CPU.
-        host_recvs: `recvs` on the CPU.
-        send_counts: rows sent to each rank.
-        recv_counts: rows received from each rank.
-        peak_received: the largest `num_received` of any rank.
-        num_received: rows of the buffer.
-        hosts: the host of each rank; None where all are on one, or nobody knows.
-        legs: the same rows by way of relays, if they are planned (`planning/relays.py`): home rows to buffers, and then
-            rows of buffers to others of the same host. The two together fill each row of the buffer once, and the first
-            one rows behind it, which are there to be handed on.
+    Legs are the same rows by way of relays (`planning/relays.py`): home rows to buffers, and then rows of buffers to
+    others of the same host. The two together fill each row of the buffer once, and the first one rows behind it, which
+    are there to be handed on.
     """
 
+    # int32 `[num, 4]` on the device of the data, ordered by peer, which may be the rank itself: home rows from `row` on
+    # go to the rows from `peer_row` on in the buffer of `peer`; rows of the buffer are home rows of `peer` likewise.
     sends: Tensor
     recvs: Tensor
-    host_sends: Tensor
+    host_sends: Tensor  # the same on the CPU
     host_recvs: Tensor
-    send_counts: list[int]
-    recv_counts: list[int]
-    peak_received: int
-    num_received: int
-    hosts: tuple[int, ...] | None = None
-    legs: tuple[Route, Route] | None = None
+    send_counts: list[int]  # rows sent to each rank
+    recv_counts: list[int]  # rows received from each rank
+    peak_received: int  # the largest `num_received` of any rank
+    num_received: int  # rows of the buffer
+    hosts: tuple[int, ...] | None = (
+        None  # that of each rank; None where all are on one, or nobody knows
+    )
+    legs: tuple[Route, Route] | None = None  # if they are planned
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -98,19 +90,23 @@ class Route:
         of_rows = (send_counts, recv_counts, peak_received, sum(recv_counts))
         return Route(sends, recvs, host_sends, host_recvs, *of_rows, hosts)
 
+    @staticmethod
+    def of_peers(
+        rank: int, peers: Sequence[Sequence[int]], rows: int, device: torch.device
+    ) -> Route:
+        """That of `rank` where each rank sends its first `rows` rows to each of its `peers`, whose peer it is."""
+        mine = peers[rank]
+        sends = [[peer, 0, peers[peer].index(rank) * rows, rows] for peer in mine]
+        recvs = [[peer, i * rows, 0, rows] for i, peer in enumerate(mine)]
+        ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu").view(-1, 4)
+        counts = [rows if peer in mine else 0 for peer in range(len(peers))]
+        numbers = [len(mine), len(mine), rows * max(map(len, peers)), *counts, *counts]
+        return Route.unpack([*numbers, *ranges.flatten().tolist()], ranges.to(device), len(peers))
+
     def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
-        """`make(self, *arguments)`, made once: what an implementation needs of the route.
-
-        Args:
-            make: makes it of the route and `arguments`; the result is kept under this function alone.
-            *arguments: the same in each call.
-
-        Returns:
-            What `make` returned when it was called.
-
-        Raises:
-            RuntimeError: if it would have to be made while a graph is being captured.
-        """
+        """`make(self, *arguments)`, made once: what an implementation needs of the route, kept under that function
+        alone, with the same arguments in each call. Raises RuntimeError if it would have to be made while a graph is
+        being captured."""
         if make not in self._derived:
             refuse_to_be_recorded(self.sends)
             with _compat.outside_of_modes():
@@ -124,15 +120,8 @@ def is_recorded(device: torch.device) -> bool:
 
 
 def refuse_to_be_recorded(x: Tensor) -> None:
-    """Called where something is computed from a plan on the device of `x`, to be kept: a graph would record it, and
-    what is kept would hold nothing before the first replay.
-
-    Args:
-        x: on the device in question.
-
-    Raises:
-        RuntimeError: while a graph is being captured.
-    """
+    """Called where something is computed from a plan on the device of `x`, to be kept: raises RuntimeError while a
+    graph is being captured, which would record it, so that what is kept would hold nothing before the first replay."""
     if is_recorded(x.device):
         raise RuntimeError(
             "the first use of a plan allocates tables on the device, which a CUDA graph cannot capture: "
@@ -141,14 +130,9 @@ def refuse_to_be_recorded(x: Tensor) -> None:
 
 
 class PendingCast(Protocol):
-    """A cast under way.
+    """A cast under way."""
 
-    Attributes:
-        sms: that it needs and may still be waiting for, so that an attention kernel beside it had better leave them
-            free.
-    """
-
-    sms: int
+    sms: int  # that it may still be waiting for, so that attention beside it had better leave them free
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -222,21 +206,11 @@ COLLECTIVES: dict[str, str] = {
 def select(
     name: str, group: dist.ProcessGroup, device: torch.device, *, has_legs: bool = False
 ) -> Collective:
-    """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing; why the
-    others do is logged.
+    """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing, of which there
+    is one instance; why the others do is logged. `has_legs` says if all routes of the plan have legs.
 
-    Args:
-        name: as in `COLLECTIVES`, or "auto".
-        group: the ranks.
-        device: of the rows that are to move.
-        has_legs: whether all routes of the plan have legs.
-
-    Returns:
-        The implementation, of which there is one instance.
-
-    Raises:
-        ValueError: if there is none of that name.
-        NotImplementedError: if every considered one refuses, with all reasons.
+    Raises ValueError if there is none of that name, and NotImplementedError, with all reasons, if every considered one
+    refuses.
     """
     chosen, key = _chosen.setdefault(group, {}), (name, device, has_legs)
     if key not in chosen:

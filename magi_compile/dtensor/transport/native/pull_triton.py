@@ -43,14 +43,14 @@ def pull(
     offset: int = 0,
     num_programs: int = NUM_PROGRAMS,
 ) -> None:
-    """Rows of peers to rows of `target`, on the current stream.
+    """Rows of peers to rows of `target`, on the current stream, by so many thread blocks, each of which takes an SM.
 
     Args:
         target: `[rows, width]`, contiguous.
         places: int32 `[3, num_rows]`, contiguous: `peer, source_row, target_row` of every row.
         addresses: int64 `[num_peers]`, multiples of 16.
-        offset: from there to contiguous rows of the width and dtype of `target`, in bytes; likewise.
-        num_programs: thread blocks; each takes an SM.
+        offset: in bytes, likewise: from an address to contiguous rows of the width and dtype of `target`.
+        num_programs: thread blocks.
     """
     width, num_rows = target.shape[1], places.shape[1]
     block = min(triton.next_power_of_2(width), MAX_BLOCK)
