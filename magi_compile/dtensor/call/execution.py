@@ -32,13 +32,9 @@ from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
 class DeviceStage:
-    """A stage as the op runs it: slices and rows on the device, and the kernel's own plans of them.
-
-    Args:
-        slices: over the rows and keys of one entry.
-        route: that of keys; None where they are the rank's own.
-        entry: int32 `[num_slices]`, the entries whose slices they are; None where all have the same.
-    """
+    """A stage as the op runs it, with the kernel's own plans: slices over the rows and keys of one entry, and the route
+    of keys, None where they are the rank's own. `entry`, int32 `[num_slices]`, are the entries whose slices they are;
+    None where all have the same."""
 
     def __init__(self, slices: AttnSlices, route: Route | None, entry: Tensor | None = None):
         self.slices = slices
@@ -75,12 +71,8 @@ def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
 
 
 class MergedStage:
-    """Local keys, in place, and remote ones, in a buffer, in one attention call; none of the two is empty.
-
-    Args:
-        local: the stage of the local keys.
-        remote: that of the remote ones.
-    """
+    """The stage of local keys, in place, and that of remote ones, in a buffer, in one attention call; none of the two
+    is empty."""
 
     def __init__(self, local: DeviceStage, remote: DeviceStage):
         assert remote.route is not None
@@ -161,23 +153,17 @@ class DevicePlan:
 
 
 class Scoring(NamedTuple):
-    """The score program of a call, and the tensors that it takes.
-
-    Attributes:
-        plan: of this rank.
-        program: it reads indices of this rank's rows and of a stage's keys, and looks up their positions.
-        tables: the tensors that it captures.
-        symbols: the ints that it captures.
-        places: the numbers of the tables of positions, of queries and of keys; -1 for one that it does not read.
-        sums: as in `ScoreCall`.
-    """
+    """The score program of a call, and the tensors that it takes. It reads indices of this rank's rows and of a stage's
+    keys, and looks up their positions."""
 
     plan: DevicePlan
     program: ScoreProgram
-    tables: Sequence[Tensor]
-    symbols: Sequence[int]
-    places: Sequence[int]
-    sums: Mapping[int, Tensor] = {}
+    tables: Sequence[Tensor]  # that it captures
+    symbols: Sequence[int]  # likewise
+    places: Sequence[
+        int
+    ]  # the numbers of the tables of positions, of queries and of keys; -1 for one that is not read
+    sums: Mapping[int, Tensor] = {}  # as in `ScoreCall`
 
     def over(self, packing: Packing, *stages: DeviceStage) -> ScoreCall:
         """The call over the keys of stages, one behind the other."""
@@ -195,17 +181,11 @@ class Scoring(NamedTuple):
 
 
 class StageWalk(NamedTuple):
-    """A stage as a kernel walks it.
-
-    Attributes:
-        stage: the stage.
-        slices: its slices over rows and keys that are packed by entries.
-        kernel_plan: the kernel's plan of them; nothing where there are none.
-    """
+    """A stage as a kernel walks it."""
 
     stage: DeviceStage
-    slices: AttnSlices
-    kernel_plan: Plan
+    slices: AttnSlices  # over rows and keys that are packed by entries
+    kernel_plan: Plan  # of these; nothing where there are none
 
 
 class Prepared:
@@ -213,20 +193,6 @@ class Prepared:
     when a pass asks for them first.
 
     The plan keeps it, so it does not keep the plan, whose tensors would stay until Python looks for cycles.
-
-    Args:
-        plan: of this rank.
-        kernel: the kernel.
-        problem: it runs this one.
-        collective: moves the rows.
-        packing: of heads into entries.
-
-    Attributes:
-        merged: of the stages of a forward, if they are one call.
-        early: the kernel, where it begins a forward before remote keys are there; else None.
-        phased: the kernel, where it does a backward in steps; else None.
-        entries: how many have rows of queries.
-        key_entries: how many have keys.
     """
 
     def __init__(
@@ -237,11 +203,13 @@ class Prepared:
         collective: Collective,
         packing: Packing = PLAIN,
     ):
-        self.merged, self._stages = plan.merged, (plan.forward, plan.backward)
+        self._stages = (plan.forward, plan.backward)
+        self.merged = plan.merged  # of the stages of a forward, if they are one call
         self.kernel, self.problem = kernel, problem
         self.collective, self.packing = collective, packing
-        self.entries, self.key_entries = packing.queries, packing.keys
-        # No kernel does any other call in steps.
+        self.entries, self.key_entries = packing.queries, packing.keys  # with rows, and with keys
+        # The kernel, where it begins a forward before remote keys are there, and where it does a backward in steps. No
+        # kernel does any other call in steps.
         has_steps = not problem.has_score and packing is PLAIN and not problem.has_bits
         self.early, self.phased = None, None
         if has_steps:

@@ -44,17 +44,11 @@ _MOST_KINDS = 64  # of calls that are kept with a plan
 
 
 class _KnownCall(NamedTuple):
-    """The parts that all calls of a kind by a plan have in common.
+    """The parts that all calls of a kind by a plan have in common."""
 
-    Attributes:
-        agreement: what the ranks must have in common.
-        prepared: how it runs.
-        group: the ranks, for which that is.
-    """
-
-    agreement: Agreement
-    prepared: Prepared
-    group: ref[dist.ProcessGroup]
+    agreement: Agreement  # what the ranks must have in common
+    prepared: Prepared  # how it runs
+    group: ref[dist.ProcessGroup]  # the ranks, for which that is
 
 
 def _execution(
@@ -72,7 +66,7 @@ def _execution(
     plan = unpack(options.meta, options.data)
     key = _kind_of(options, q, k, v, is_backward=is_backward)
     known = plan.calls.get(key)
-    call = _agreement_on(plan, options, q, k, v) if known is None else known.agreement
+    call = Agreement.of(plan, q, k, v, options) if known is None else known.agreement
     # Before anything else, because what fails on one rank alone leaves the others waiting.
     names = options.group_name, options.reduce_group_name
     require_agreement(call, plan.rank, group, names[1], q.device, is_backward=is_backward)
@@ -105,11 +99,6 @@ def _kind_of(options: Options, q: Tensor, k: Tensor, v: Tensor, *, is_backward: 
     tables = tuple([(x.dtype, x.dim()) for x in options.tables or ()])
     of_score = (options.score, tables, tuple(options.wanted), tuple(options.share or ()))
     return (*numbers, *shapes, *of_score)
-
-
-def _agreement_on(plan: DevicePlan, options: Options, q: Tensor, k: Tensor, v: Tensor) -> Agreement:
-    numbers = (options.softmax_scale, options.softcap, options.collective, options.batch_entries)
-    return Agreement.of(plan, q, k, v, *numbers, options.score)
 
 
 def _check_rows(plan: DevicePlan, q: Tensor, k: Tensor) -> None:

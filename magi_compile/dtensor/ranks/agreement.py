@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor.call.arguments import Options
 from magi_compile.dtensor.call.execution import DevicePlan
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, is_recorded
 from magi_compile.ops.validation import DTYPES
@@ -63,26 +64,15 @@ class Agreement(NamedTuple):
     softcap: float
 
     @staticmethod
-    def of(
-        plan: DevicePlan,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        softcap: float,
-        name: str,
-        batch_entries: int,
-        score: str = "",
-    ) -> Agreement:
-        """The call with this rank's plan and tensors, of which the heads are those of all `batch_entries`; `name` is
-        that of the collective, `score` the text of the score program."""
+    def of(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Agreement:
+        """The call with this rank's plan and tensors, whose heads are those of all batch entries."""
         (rows, nheads_q, head_dim), (key_rows, nheads_kv, _) = q.shape, k.shape
-        dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, name)
-        nheads_q, nheads_kv = nheads_q // batch_entries, nheads_kv // batch_entries
+        dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, options.collective)
+        batch, score = options.batch_entries, options.score
         return Agreement(
-            *(plan.digest, plan.cp_size, dtype, batch_entries, nheads_q, nheads_kv),
+            *(plan.digest, plan.cp_size, dtype, batch, nheads_q // batch, nheads_kv // batch),
             *(head_dim, v.shape[2], rows, key_rows, collective, _number_of(score) if score else 0),
-            *(scale, softcap),
+            *(options.softmax_scale, options.softcap),
         )
 
 
@@ -147,9 +137,12 @@ def require_agreement(
     if calls is None:
         calls = _calls[group] = _Calls()
     if reduce_group_name not in calls.reduce_groups:
-        _require_equal_ranks(
-            group, _compat.resolve_process_group(reduce_group_name, "reduce_group")
-        )
+        reduce_group = _compat.resolve_process_group(reduce_group_name, "reduce_group")
+        ranks, others = map(dist.get_process_group_ranks, (group, reduce_group))
+        if others != ranks:
+            raise ValueError(
+                f"`reduce_group` must hold the ranks of `group` in the same order, {ranks}, got {others}"
+            )
         calls.reduce_groups.add(reduce_group_name)
     if device.type != "cpu":
         is_known = (call, rank) in calls.known
@@ -172,14 +165,6 @@ def require_agreement(
             calls.known.popitem(last=False)
 
 
-def _require_equal_ranks(group: dist.ProcessGroup, reduce_group: dist.ProcessGroup) -> None:
-    ranks, others = (dist.get_process_group_ranks(x) for x in (group, reduce_group))
-    if others != ranks:
-        raise ValueError(
-            f"`reduce_group` must hold the ranks of `group` in the same order, {ranks}, got {others}"
-        )
-
-
 def checksum_of(*tensors: Tensor) -> int:
     """A number that integer tensors of other values, or in another order, do not share. Waits for their devices."""
     total = 0
@@ -194,15 +179,11 @@ def checksum_of(*tensors: Tensor) -> int:
 
 
 def require_equal_tokens(checksum: int, group: dist.ProcessGroup) -> None:
-    """Plans agree where masks do, whatever the tokens are; this compares the tokens. All ranks call it together.
+    """Plans agree where masks do, whatever the tokens are; this compares the tokens, by this rank's `checksum_of` its
+    batch. All ranks of `group` call it together; their hosts talk, and wait for no device.
 
-    Args:
-        checksum: that of this rank's batch, from `checksum_of`.
-        group: the ranks. Their hosts talk, and wait for no device.
-
-    Raises:
-        ValueError: on every rank, if the ranks have different tokens.
-        RuntimeError: if other ranks do not call it.
+    Raises ValueError, on every rank, if the ranks have different tokens, and RuntimeError if other ranks do not call
+    it.
     """
     calls = _calls.setdefault(group, _Calls())
     try:

@@ -58,26 +58,17 @@ SECONDS_OF_A_HOST = 60.0  # in a pass, beyond the timeout: its first call may co
 class Event(Protocol):
     """An event behind some work, which says whether that is done."""
 
-    def query(self) -> bool:
-        """True if that is done."""
-        ...
+    def query(self) -> bool: ...
 
 
 @dataclass(eq=False)
 class Pass:
-    """A pass that the host enqueues, or has enqueued.
+    """A pass that the host enqueues, or has enqueued."""
 
-    Attributes:
-        number: of the pass; all ranks count alike.
-        is_backward: whether it is a backward.
-        time: at which the host has begun with it, or was done.
-        event: behind all of it; None while the host is in it.
-    """
-
-    number: int
+    number: int  # all ranks count alike
     is_backward: bool
-    time: float
-    event: Event | None = None
+    time: float  # at which the host has begun with it, or was done
+    event: Event | None = None  # behind all of it; None while the host is in it
 
     def is_done(self) -> bool:
         try:
@@ -87,11 +78,8 @@ class Pass:
 
 
 class Aside:
-    """Calls on threads of their own, one at a time, for a thread that must not wait long.
-
-    Args:
-        prepare: what each of these threads does first.
-    """
+    """Calls on threads of their own, one at a time, for a thread that must not wait long. Each of these threads does
+    `prepare` first."""
 
     def __init__(self, prepare: Callable[[], None] = lambda: None):
         self._prepare = prepare
@@ -99,14 +87,8 @@ class Aside:
         self._has_ended.set()
 
     def run(self, call: Callable[[], None]) -> bool:
-        """Begins a call, unless one before goes on, and waits a moment for it.
-
-        Args:
-            call: raises nothing but RuntimeErrors, which nobody sees.
-
-        Returns:
-            Whether it has ended.
-        """
+        """Begins a call, unless one before goes on, and waits a moment for it; true if it has ended. Nobody sees the
+        RuntimeErrors that it raises."""
         if not self._has_ended.is_set():
             return False
         self._has_ended.clear()
@@ -128,7 +110,7 @@ class Aside:
 
 
 class Passes:
-    """The passes of one group that may still be under way.
+    """The passes of one group that may still be under way; `error` is that of ranks that were late, if some were.
 
     Args:
         name: of the group.
@@ -140,9 +122,6 @@ class Passes:
         raise_in: raises an error in a thread, as `raise_in_thread`.
         end: ends the process, as `end_process`.
         aside: calls the driver.
-
-    Attributes:
-        error: that of ranks that were late, if some were.
     """
 
     def __init__(
@@ -166,25 +145,15 @@ class Passes:
         self._aside = aside or Aside()
         self._pending: deque[Pass] = deque()
         self._number = self._warned = 0
-        self._thread = (
-            threading.get_ident()
-        )  # of the last forward that was called: a backward may have another
+        # Of the last forward that was called: a backward may have another.
+        self._thread = threading.get_ident()
         self._is_taken = threading.Event()
         self._failed = 0.0
         self._resumed = -math.inf
 
     def begin(self, *, is_backward: bool) -> Pass:
-        """A pass that the host is about to enqueue; `enqueued` or `ended` has to follow.
-
-        Args:
-            is_backward: whether it is a backward.
-
-        Returns:
-            The pass.
-
-        Raises:
-            RuntimeError: ranks were late for an earlier one.
-        """
+        """A pass that the host is about to enqueue; `enqueued` or `ended` has to follow. Raises RuntimeError if ranks
+        were late for an earlier one."""
         if self.error is not None:
             if is_backward or _compat.is_in_backward():  # for the thread that called `backward`
                 withdraw(self._is_taken)
@@ -213,11 +182,7 @@ class Passes:
         self._resumed = self._clock()
 
     def look(self) -> float | None:
-        """One look at the oldest pass.
-
-        Returns:
-            The number of seconds until the next look; None if nothing is under way.
-        """
+        """One look at the oldest pass; seconds until the next one, None if nothing is under way."""
         self._aside.run(self._drop_what_is_done)
         if self.error is not None:
             return self._look_after_the_error()
@@ -345,15 +310,8 @@ def end_process(message: str) -> None:
 
 
 class Watch:
-    """The thread that looks after the passes of all groups. It sleeps while nothing is under way.
-
-    Args:
-        prepare: what the thread does first.
-
-    Attributes:
-        prepare: the same, for threads that call the driver.
-        is_over: whether it looks no longer.
-    """
+    """The thread that looks after the passes of all groups, until `is_over`. It sleeps while nothing is under way. It,
+    and threads that call the driver, do `prepare` first."""
 
     def __init__(self, prepare: Callable[[], None] = lambda: None):
         self.prepare = prepare
@@ -471,18 +429,10 @@ def watched(
     *,
     is_backward: bool,
 ) -> AbstractContextManager[None]:
-    """A context in which the host enqueues a pass, which becomes an error if ranks are late.
+    """A context in which the host enqueues a pass of rows on `device`, which becomes an error if ranks of `group` are
+    late. `reduce_group` holds the same ranks, for gradients. On CPUs ranks wait in calls that time out.
 
     Entering it raises a RuntimeError if ranks were late for an earlier pass of the group.
-
-    Args:
-        group: the ranks.
-        device: of the rows. On CPUs ranks wait in calls that time out.
-        reduce_group: of the same ranks, for gradients; None for `group`.
-        is_backward: whether it is a backward.
-
-    Returns:
-        The context.
     """
     if device.type != "cuda" or is_recorded(device):
         return _UNWATCHED
