@@ -52,15 +52,12 @@ BALANCE = 0.025
 
 @dataclass(frozen=True, eq=False)
 class Dispatch(Placement):
-    """The rank and place of every token and every key.
+    """The rank and place of every token and every key."""
 
-    Attributes:
-        table: what the chunks cost and need.
-        other_keys: where keys live that are no rows of the sequence (cross attention).
-    """
-
-    table: ChunkTable
-    other_keys: Placement | None = None
+    table: ChunkTable  # what the chunks cost and need
+    other_keys: Placement | None = (
+        None  # where keys live that are no rows of the sequence (cross attention)
+    )
 
     @property
     def keys(self) -> Placement:
@@ -175,8 +172,8 @@ def dispatch_as(
     permutation: Tensor | Placement,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """Tokens that lie somewhere already: somebody else has permuted them, and rank r holds the r-th of `cp_size` equal
-    parts, or another plan has placed them.
+    """The dispatch of tokens that lie somewhere already: somebody else has permuted them, and rank r holds the r-th of
+    `cp_size` equal parts, or another plan has placed them.
 
     Args:
         masks: each over the whole sequence, in its own order.

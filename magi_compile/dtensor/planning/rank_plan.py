@@ -318,12 +318,8 @@ def plan_rank_ahead(
 
 class Ahead(Future[Any]):
     """Gives what a thread has planned, on the device: in the order of the stream of who asks, because on a stream of
-    the thread's own the host would have to wait until the plan has arrived, behind all that the GPU does.
-
-    Args:
-        planned: gives the function that puts the plan on the device.
-        device: None if it stays on the host.
-    """
+    the thread's own the host would have to wait until the plan has arrived, behind all that the GPU does. `planned`
+    gives the function that puts the plan on `device`, which is None if it stays on the host."""
 
     def __init__(self, planned: Future[Callable[[], Any]], device: torch.device | None = None):
         super().__init__()
