@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -386,12 +387,7 @@ def spread_attention(plans: Sequence[SequencePlan]) -> Iterator[None]:
 
     regions.watch()
 
-    def our_flex(*args: Any, **kwargs: Any) -> Any:
-        return _flex_attention(digests, *args, **kwargs)
-
-    def our_flash(*args: Any, **kwargs: Any) -> Any:
-        return _flex_flash_attention(plans, digests, *args, **kwargs)
-
-    ours = replaced(Replacements(our_flex, our_flash))
+    our_flash = partial(_flex_flash_attention, plans, digests)
+    ours = replaced(Replacements(partial(_flex_attention, digests), our_flash))
     with _compat.attention_replaced(flex_operator, sdpa), ours, mode:
         yield

@@ -230,11 +230,7 @@ def context_parallel_shard(
     seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
     if padding is not None:
         padding = _of_buffers("padding", padding, buffers)
-    if isinstance(buffers, Mapping):
-        parts = context_parallel_shard(
-            mesh, list(buffers.values()), seq_dims, plan, padding=padding
-        )
-        return dict(zip(buffers, parts, strict=True))
+    given, buffers = buffers, _listed(buffers)
     _check_dims("seq_dims", seq_dims, buffers)
     listed = _listed(plan)
     if plan is not None and (not listed or not all(isinstance(x, SequencePlan) for x in listed)):
@@ -265,7 +261,12 @@ def context_parallel_shard(
     local: dict[int, Any] = dict(zip(where, shards, strict=True))
     if masks:
         local.update((i, x.block_mask) for i, x in zip(masks, plans, strict=True))
-    return [local[i] for i in range(len(buffers))]
+    return _like(given, [local[i] for i in range(len(buffers))])
+
+
+def _like(given: Any, parts: list[Any]) -> Any:
+    """A dict with the names of the buffers, if these were one."""
+    return dict(zip(given, parts, strict=True)) if isinstance(given, Mapping) else parts
 
 
 def _of_buffers(name: str, given: Any, buffers: Any) -> list[Any]:
@@ -309,9 +310,7 @@ def context_parallel_unshard(
     """
     _check_buffers(buffers, may_be_masks=False)
     seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
-    if isinstance(buffers, Mapping):
-        wholes = context_parallel_unshard(mesh, list(buffers.values()), seq_dims, plan)
-        return dict(zip(buffers, wholes, strict=True))
+    given, buffers = buffers, _listed(buffers)
     if not isinstance(plan, SequencePlan):
         raise TypeError(f"`plan` must be a SequencePlan, got {type(plan).__name__}")
     _check_dims("seq_dims", seq_dims, buffers)
@@ -320,4 +319,5 @@ def context_parallel_unshard(
         owner_of(f"buffers[{number}]", x, dim, sequences, is_local=True)
         for number, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True))
     ]
-    return [of.unshard(x, dim) for of, x, dim in zip(owners, buffers, seq_dims, strict=True)]
+    wholes = [of.unshard(x, dim) for of, x, dim in zip(owners, buffers, seq_dims, strict=True)]
+    return _like(given, wholes)

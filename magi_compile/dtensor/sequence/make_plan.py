@@ -63,7 +63,8 @@ class HostPlan:
             has those of its rank alone.
         planned: the plan of the rank.
         cost: the rates by which it was planned.
-        of_unknown: as in `SequencePlan`.
+        of_unknown: the indices, "b", "h" or both, that the mask depends on and does not say the number of: it is that
+            of the first batch entry or head.
     """
 
     slices: AttnSlices | None
@@ -358,8 +359,7 @@ def _placed(
             if where not in spread:
                 spread[where] = SpreadTokens(where, host.planned.rank, group, device)
             of_keys = spread[where]
-        rest = (group, device, host.cost, of_keys, host.of_unknown)
-        made.append(SequencePlan(host.slices, host.planned, *rest))
+        made.append(SequencePlan(host, group, device, of_keys))
     return made
 
 
@@ -452,15 +452,12 @@ def _lengths_of(seqlen: Any, keys: SpreadTokens | None) -> tuple[int, int] | Non
 
 
 class _Given(NamedTuple):
-    """A mask that was read: slices on the CPU, or a cover.
+    """A mask that was read."""
 
-    Attributes:
-        slices: what it shows.
-        of_unknown: the indices that it depends on, b or h, of which it does not say how many there are.
-    """
-
-    slices: AttnSlices
-    of_unknown: str = ""
+    slices: AttnSlices  # on the CPU, or a cover
+    of_unknown: str = (
+        ""  # the indices that it depends on, b or h, of which it does not say how many there are
+    )
 
 
 def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> _Given:

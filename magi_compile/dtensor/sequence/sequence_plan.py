@@ -20,11 +20,8 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
-from magi_compile.dtensor.planning.rank_plan import (
-    PlanTensors,
-    RankPlan,
-)
+from magi_compile.dtensor.planning.cost import CostModel
+from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
 from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices
@@ -46,6 +43,8 @@ from magi_compile.ops.validation import check_options
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+    from magi_compile.dtensor.sequence.make_plan import HostPlan
 
 
 class SpreadSlices(AttnSlices):
@@ -77,14 +76,10 @@ class SequencePlan(SpreadTokens):
     nothing again. Its attributes and methods of `SpreadTokens` are those of the queries.
 
     Args:
-        slices: the mask of the whole sequence; None where no slices say all of it.
-        planned: this rank's plan.
+        host: the plan before it had a group and a device.
         group: the ranks.
         device: of the mesh.
-        cost: the rates by which it was planned.
         keys: how the keys are spread, where they are not the tokens themselves.
-        of_unknown: the indices, "b", "h" or both, that the mask depends on and does not say the number of: it is that
-            of the first batch entry or head.
 
     Attributes:
         is_exact: whether slices say the mask, all of it, for all batch entries and heads; only then there are `slices`.
@@ -93,15 +88,12 @@ class SequencePlan(SpreadTokens):
 
     def __init__(
         self,
-        slices: AttnSlices | None,
-        planned: RankPlan,
+        host: HostPlan,
         group: dist.ProcessGroup,
         device: torch.device,
-        cost: CostModel = DEFAULT_COST,
         keys: SpreadTokens | None = None,
-        of_unknown: str = "",
     ):
-        where = planned.dispatch
+        planned, slices, where = host.planned, host.slices, host.planned.dispatch
         super().__init__(where, planned.rank, group, device)
         self._keys, self.is_cross = keys, keys is not None
         self.meta, self.data = planned.tensors(device)
@@ -115,8 +107,8 @@ class SequencePlan(SpreadTokens):
             is_half = not self.is_cross and area == (pairs + where.total) // 2
             self.is_causal = is_half and _is_causal(slices)
             self._slices = self._spread(slices)
+        self._planned, self._cost, self._of_unknown = planned, host.cost, host.of_unknown
         self._entries = planned.entries
-        self._planned, self._cost, self._of_unknown = planned, cost, of_unknown
         self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
 
