@@ -182,8 +182,7 @@ def _check_anew(
         )
     if plan.data.device != q.device:
         raise ValueError(
-            f"`plan` must be on the device of `q`, {q.device}, got {plan.data.device}; "
-            "take RankPlan.tensors(q.device)"
+            f"`plan` must be on the device of `q`, {q.device}, got {plan.data.device}; take RankPlan.tensors(q.device)"
         )
     if plan.meta.device.type != "cpu":
         raise ValueError(f"`plan.meta` must stay on the CPU, got {plan.meta.device}")

@@ -374,10 +374,9 @@ def flex_attention(
     check_options("scale", scale)
     if query.is_meta or _compat.is_traced(query):
         raise NotImplementedError(
-            "`query` must have values, because eager code looks at those of the mask, got "
-            f"{type(query).__name__} on {query.device}; trace "
-            "it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices made "
-            "outside of the trace"
+            f"`query` must have values, because eager code looks at those of the mask, got {type(query).__name__} on "
+            f"{query.device}; trace it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices "
+            "made outside of the trace"
         )
     return_max_scores = asks_for_max_scores(return_lse, return_aux)
     score, program = _read_score_mod(score_mod, query.device)

@@ -89,9 +89,8 @@ def shards_of(
     for name, x in tensors.items():
         if not isinstance(x, DTensor):
             raise TypeError(
-                f"`{name}` must be a DTensor, as others of {', '.join(tensors)} are, got "
-                f"{type(x).__name__}; wrap it with "
-                "DTensor.from_local or distribute_tensor"
+                f"`{name}` must be a DTensor, as others of {', '.join(tensors)} are, got {type(x).__name__}; wrap it "
+                "with DTensor.from_local or distribute_tensor"
             )
     mesh = q.device_mesh
     for name, x in tensors.items():
@@ -201,9 +200,8 @@ def _check_query(
     elif not placement.is_replicate():
         entries = "" if layout.entries is None else f", Shard({layout.entries}), entries,"
         raise ValueError(
-            f"`{name}` must be Replicate(){entries} or Shard({layout.heads}), heads, on "
-            f"{_of_mesh(x, dim)}, got {_said(placement)}; "
-            f"{_redistribute(name, x, dim)}"
+            f"`{name}` must be Replicate(){entries} or Shard({layout.heads}), heads, on {_of_mesh(x, dim)}, got "
+            f"{_said(placement)}; {_redistribute(name, x, dim)}"
         )
 
 
@@ -216,9 +214,8 @@ def _check_keys(tensors: Mapping[str, Any], layout: Layout, dim: int) -> None:
         placement = x.placements[dim]
         if placement != k.placements[dim]:
             raise ValueError(
-                f"`{name}` must have the placement of `{k_name}` on {_of_mesh(x, dim)}, "
-                f"{_said(k.placements[dim])}, got {_said(placement)}; "
-                f"{_redistribute(name, x, dim, k.placements[dim])}"
+                f"`{name}` must have the placement of `{k_name}` on {_of_mesh(x, dim)}, {_said(k.placements[dim])}, "
+                f"got {_said(placement)}; {_redistribute(name, x, dim, k.placements[dim])}"
             )
         if placement == wanted:
             if _is_shard(placement, layout.heads):
@@ -227,15 +224,13 @@ def _check_keys(tensors: Mapping[str, Any], layout: Layout, dim: int) -> None:
             also = " or Replicate()" if _is_shard(wanted, layout.heads) else ""
             raise ValueError(
                 f"`{name}` must be {_said(wanted)}, as `{q_name}` is,{also} on {_of_mesh(x, dim)}, got "
-                f"{_said(placement)}; "
-                f"{_redistribute(name, x, dim, wanted)}"
+                f"{_said(placement)}; {_redistribute(name, x, dim, wanted)}"
             )
         # Heads are cut by the dimensions of the mesh from the left: keys by the first ones of those that cut queries.
         elif any(_is_shard(p, layout.heads) for p in x.placements[dim + 1 :]):
             raise ValueError(
-                f"`{name}` must be Shard({layout.heads}), heads, on {_of_mesh(x, dim)} too, since it "
-                "is that on a later "
-                f"dimension, got {_said(placement)}; {_redistribute(name, x, dim, wanted)}"
+                f"`{name}` must be Shard({layout.heads}), heads, on {_of_mesh(x, dim)} too, since it is that on a "
+                f"later dimension, got {_said(placement)}; {_redistribute(name, x, dim, wanted)}"
             )
 
 
@@ -247,9 +242,8 @@ def _check_divides(name: str, x: Any, dim: int, what: str) -> None:
     if x.shape[dim] % ranks:
         placements = ["Replicate()" if _is_shard(p, dim) else _said(p) for p in x.placements]
         raise ValueError(
-            f"`{name}` must have a multiple of {ranks} {what}, as many as ranks share them, got "
-            f"{shown(x.shape[dim])}; redistribute it, "
-            f"{name}.redistribute(placements=[{', '.join(placements)}])"
+            f"`{name}` must have a multiple of {ranks} {what}, as many as ranks share them, got {shown(x.shape[dim])}; "
+            f"redistribute it, {name}.redistribute(placements=[{', '.join(placements)}])"
         )
 
 

@@ -130,10 +130,9 @@ def _plan(
 # Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
 define_repeatable(
     _lib,
-    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt "
-    "total_k, ScalarType dtype, int nheads_q, "
-    "int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel, Tensor? "
-    "bits=None, bool has_score=False) -> Tensor[]",
+    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, ScalarType dtype, int "
+    "nheads_q, int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel, Tensor? bits=None, bool "
+    "has_score=False) -> Tensor[]",
     *(_plan, _plan),
 )
 

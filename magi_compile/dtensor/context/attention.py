@@ -132,9 +132,8 @@ def _digests(plans: Sequence[SequencePlan]) -> Tensor | None:
 def _plan_of_block(meta: Tensor, own: Tensor, around: Tensor) -> Tensor:
     if not bool((own == around).any()):
         raise ValueError(
-            "attention inside context_parallel must have the mask of that context_parallel, got the "
-            "`block_mask` or the `slices` "
-            "of another plan; use those of `with context_parallel(...) as plan`"
+            "attention inside context_parallel must have the mask of that context_parallel, got the `block_mask` or "
+            "the `slices` of another plan; use those of `with context_parallel(...) as plan`"
         )
     return meta.clone()
 
@@ -211,10 +210,9 @@ def _flex_operator(
 
 
 _OTHER_MASK = (
-    "`block_mask` must be the one that context_parallel was given as `mask`, or the `block_mask` of its plan "
-    "(`with context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one "
-    "that is made for the tokens of a "
-    "rank, or none, would be another mask"
+    "`block_mask` must be the one that context_parallel was given as `mask`, or the `block_mask` of its plan (`with "
+    "context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one that is made for the tokens of "
+    "a rank, or none, would be another mask"
 )
 
 
@@ -267,9 +265,8 @@ def _flex_flash_attention(
         mask = slices
     elif torch.compiler.is_compiling() or (planned := _alike_of(slices, plans)) is None:
         raise ValueError(
-            "`slices` must be plan.slices inside `with context_parallel(mesh, mask=...) as plan` (in "
-            "eager code also the slices that "
-            "were given as its `mask`), got others"
+            "`slices` must be plan.slices inside `with context_parallel(mesh, mask=...) as plan` (in eager code also "
+            "the slices that were given as its `mask`), got others"
         )
     else:
         mask = planned.slices
@@ -292,9 +289,8 @@ def _sdpa(
         raise NotImplementedError(_refusal("`scaled_dot_product_attention` without a plan"))
     if attn_mask is not None:
         raise ValueError(
-            "`attn_mask` must be None inside context_parallel, whose `mask` covers the whole "
-            "sequence; for masks other than causal "
-            "and full ones call flex_attention or SequencePlan.attention"
+            "`attn_mask` must be None inside context_parallel, whose `mask` covers the whole sequence; for masks "
+            "other than causal and full ones call flex_attention or SequencePlan.attention"
         )
     if dropout_p != 0.0:
         raise NotImplementedError(
@@ -303,15 +299,13 @@ def _sdpa(
     fitting = [x for x in plans if (x.is_causal if is_causal else x.is_full)]
     if not fitting and is_causal:
         raise ValueError(
-            "`is_causal` must be False: the mask of context_parallel is not causal over the whole "
-            "sequence; call flex_attention or "
-            "SequencePlan.attention with that mask"
+            "`is_causal` must be False: the mask of context_parallel is not causal over the whole sequence; call "
+            "flex_attention or SequencePlan.attention with that mask"
         )
     if not fitting:
         raise ValueError(
-            "`is_causal` must be True, or the mask of context_parallel full: without it attention "
-            "covers all tokens, and that mask "
-            "does not; for other masks call flex_attention or SequencePlan.attention"
+            "`is_causal` must be True, or the mask of context_parallel full: without it attention covers all tokens, "
+            "and that mask does not; for other masks call flex_attention or SequencePlan.attention"
         )
     if query.ndim != 4:
         raise ValueError(

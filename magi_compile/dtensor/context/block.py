@@ -143,9 +143,8 @@ def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
         )
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
-            f"`buffers[{number}]` must not be a tensor of torch.inference_mode outside of that mode, "
-            "since it is changed in place; "
-            "use its clone()"
+            f"`buffers[{number}]` must not be a tensor of torch.inference_mode outside of that mode, since it is "
+            "changed in place; use its clone()"
         )
     if any(buffer is other for other in others):
         raise ValueError(
@@ -178,9 +177,8 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
         seqlen = None
     elif seqlen is None and any(x is None or callable(x) for x in masks):
         raise ValueError(
-            "`buffers` must hold a tensor over the sequence where `mask` is None (causal) or a "
-            "mask_mod, which have no length, got none; "
-            "or pass plan(mask, mesh, seqlen=...) as `mask`"
+            "`buffers` must hold a tensor over the sequence where `mask` is None (causal) or a mask_mod, which have "
+            "no length, got none; or pass plan(mask, mesh, seqlen=...) as `mask`"
         )
     if isinstance(mask, (list, tuple, Mapping)):
         return plan(masks=mask, mesh=mesh, seqlen=seqlen, options=options)

@@ -71,10 +71,9 @@ def _given_positions(
         counted, travel = torch.stack(every).T.tolist()
         if all(counted) and any(travel):
             raise ValueError(
-                f"`position_ids` must be given inside context_parallel, got 0 to {rows - 1} on every "
-                "rank, as a model counts the "
-                "tokens of its rank by itself; pass the positions of the whole sequence in `buffers`, "
-                "and to the model as `position_ids`"
+                f"`position_ids` must be given inside context_parallel, got 0 to {rows - 1} on every rank, as a model "
+                "counts the tokens of its rank by itself; pass the positions of the whole sequence in `buffers`, and "
+                "to the model as `position_ids`"
             )
     return meta[:1].clone()
 

@@ -210,8 +210,7 @@ def dispatch_as(
         first = int(is_wrong.nonzero()[0])
         raise ValueError(
             f"`permutation` must contain each of 0 ... S - 1 exactly once for S = {seqlen}, got "
-            f"{int(ascending[first])} in place of "
-            f"{first} in ascending order"
+            f"{int(ascending[first])} in place of {first} in ascending order"
         )
     begins = (permutation[1:] != permutation[:-1] + 1).nonzero().flatten() + 1
     borders = [seqlen // cp_size, int(permutation[0]), *begins.tolist()]
@@ -261,9 +260,8 @@ def _check_keys(
             continue
         if (placement.total, placement.cp_size) != (mask.seqlen_k, cp_size):
             raise ValueError(
-                f"`keys` must hold the {mask.seqlen_k} keys of the mask on {cp_size} ranks, got "
-                f"{placement.total} tokens on "
-                f"{placement.cp_size}"
+                f"`keys` must hold the {mask.seqlen_k} keys of the mask on {cp_size} ranks, got {placement.total} "
+                f"tokens on {placement.cp_size}"
             )
 
 

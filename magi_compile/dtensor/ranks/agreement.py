@@ -332,9 +332,8 @@ def _compare(every: Sequence[_Said]) -> None:
         )
     if different := [rank for rank, x in enumerate(calls) if x.digest != calls[0].digest]:
         raise ValueError(
-            "every rank must plan the same mask with the same options, but the plans of ranks "
-            f"{different} differ from that of rank 0; give every rank the same mask and the same "
-            "ContextParallelOptions"
+            f"every rank must plan the same mask with the same options, but the plans of ranks {different} differ from "
+            "that of rank 0; give every rank the same mask and the same ContextParallelOptions"
         )
     if strangers:
         listed = ", ".join(
@@ -349,10 +348,9 @@ def _compare(every: Sequence[_Said]) -> None:
     if differ := _of(every, lambda x: x.number, lambda x: f"call {x}"):
         raise ValueError(f"all ranks of `group` must call attention equally often, but {differ}")
     raise ValueError(
-        f"all ranks of `group` must call the same attentions in the same order, but ranks "
-        f"{[rank for rank, x in enumerate(every) if x.history != every[0].history]} have called "
-        "others than rank 0 since the ranks "
-        "were compared last; give every rank the same masks in the same order"
+        "all ranks of `group` must call the same attentions in the same order, but ranks "
+        f"{[rank for rank, x in enumerate(every) if x.history != every[0].history]} have called others than rank 0 "
+        "since the ranks were compared last; give every rank the same masks in the same order"
     )
 
 

@@ -51,9 +51,8 @@ class SpreadTokens:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(total={self.total}, seqlen_local={self.seqlen_local}, "
-            f"rank={self.rank} of {self.cp_size}, "
-            f"chunk_size={self.placement.chunk_size}, device='{self.device}')"
+            f"{type(self).__name__}(total={self.total}, seqlen_local={self.seqlen_local}, rank={self.rank} of "
+            f"{self.cp_size}, chunk_size={self.placement.chunk_size}, device='{self.device}')"
         )
 
     def has_the_tokens_of(self, other: SpreadTokens) -> bool:
@@ -88,8 +87,7 @@ class SpreadTokens:
         if self.has_padding:
             raise ValueError(
                 f"a `permutation` needs a plan without padding, but {self.total} tokens are padded to "
-                f"{self.seqlen_local} on each of "
-                f"{self.cp_size} ranks"
+                f"{self.seqlen_local} on each of {self.cp_size} ranks"
             )
         where = self.placement.inverse_positions() if restore else self.placement.positions()
         return to_device(where[None], self.device)
