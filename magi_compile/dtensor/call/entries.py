@@ -118,23 +118,19 @@ PLAIN = Packing()
 
 def packed(x: Tensor, entries: int) -> Tensor:
     """`[rows, entries * nheads, ...]` as `[entries * rows, nheads, ...]`."""
-    if entries == 1:
-        return x
     return x.unflatten(1, (entries, x.shape[1] // entries)).transpose(0, 1).flatten(0, 1)
 
 
 def unpacked(x: Tensor, entries: int) -> Tensor:
     """The inverse of `packed`."""
-    if entries == 1:
-        return x
     return x.unflatten(0, (entries, x.shape[0] // entries)).transpose(0, 1).flatten(1, 2)
 
 
 def unpacked_rows(x: Tensor, entries: int) -> Tensor:
     """Numbers of rows, `[nheads, entries * rows]`, as `[entries * nheads, rows]`."""
-    return x if entries == 1 else unpacked(x.t(), entries).t().contiguous()
+    return unpacked(x.t(), entries).t().contiguous()
 
 
 def packed_rows(x: Tensor, entries: int) -> Tensor:
     """The inverse of `unpacked_rows`."""
-    return x if entries == 1 else packed(x.t(), entries).t().contiguous()
+    return packed(x.t(), entries).t().contiguous()

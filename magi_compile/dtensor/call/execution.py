@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -41,28 +41,25 @@ class DeviceStage:
         self.route = route
         self.entry = entry
         self.is_empty = len(slices) == 0
-        self._plans: dict[Hashable, Plan] = {}
-        self._by_packing: dict[Packing, AttnSlices] = {}
+        self._kept: dict[Hashable, Any] = {}
+
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What was made of the stage under `key`, or what `make` makes."""
+        if key not in self._kept:
+            refuse_to_be_recorded(self.slices.q_ranges)
+            with _compat.outside_of_modes():
+                self._kept[key] = make()
+        return self._kept[key]
 
     def slices_of(self, packing: Packing) -> AttnSlices:
         """The slices over the packed rows and keys of all entries of `packing`."""
         if packing is PLAIN:
             return self.slices
-        if packing not in self._by_packing:
-            refuse_to_be_recorded(self.slices.q_ranges)
-            with _compat.outside_of_modes():
-                self._by_packing[packing] = packing.slices(self.slices, self.entry)
-        return self._by_packing[packing]
+        return self.kept(packing, lambda: packing.slices(self.slices, self.entry))  # type: ignore[no-any-return]
 
     def kernel_plan(self, kernel: Kernel, problem: AttnProblem, packing: Packing = PLAIN) -> Plan:
-        key: Hashable = (kernel.name, kernel.plan_key(problem))
-        if packing is not PLAIN:
-            key = (key, packing)
-        if key not in self._plans:
-            refuse_to_be_recorded(self.slices.q_ranges)
-            with _compat.outside_of_modes():
-                self._plans[key] = kernel.plan(self.slices_of(packing), problem)
-        return self._plans[key]
+        key = (kernel.name, kernel.plan_key(problem), packing)
+        return self.kept(key, lambda: kernel.plan(self.slices_of(packing), problem))  # type: ignore[no-any-return]
 
 
 def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
@@ -77,7 +74,6 @@ class MergedStage:
     def __init__(self, local: DeviceStage, remote: DeviceStage):
         assert remote.route is not None
         self.local, self.remote, self.route = local, remote, remote.route
-        self._early: dict[Hashable, Any] = {}
 
     @cached_property
     def side_by_side(self) -> DeviceStage:
@@ -86,14 +82,12 @@ class MergedStage:
 
     def early_plan(self, kernel: EarlyKernel, problem: AttnProblem) -> Any:
         """The plan of a forward that begins with the local keys."""
-        key = kernel.name, kernel.plan_key(problem)
-        if key not in self._early:
-            # With a column between local and remote ones, so that no run has both.
-            remote_begin = self.local.slices.seqlen_k + 1
-            slices = self._joined(remote_begin).slices
-            with _compat.outside_of_modes():
-                self._early[key] = kernel.early_plan(slices, problem, remote_begin)
-        return self._early[key]
+        # With a column between local and remote ones, so that no run has both.
+        begin = self.local.slices.seqlen_k + 1
+        key = "early", kernel.name, kernel.plan_key(problem)
+        return self.local.kept(
+            key, lambda: kernel.early_plan(self._joined(begin).slices, problem, begin)
+        )
 
     @_compat.outside_of_modes()
     def _joined(self, remote_begin: int) -> DeviceStage:
