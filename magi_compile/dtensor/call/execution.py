@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import itertools
+import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,13 @@ from magi_compile import _compat
 from magi_compile.dtensor.call.entries import PLAIN, Packing, packed
 from magi_compile.dtensor.on_device import Streams, to_device
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
-from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries, bytes_of
 from magi_compile.dtensor.planning.local_cover import positions_of_keys
 from magi_compile.dtensor.planning.rank_plan import Recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.overlap import EarlyKernel, PhasedKernel
 from magi_compile.kernels.plan import Plan
-from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
@@ -289,69 +288,53 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
 
     def make() -> list[DevicePlan]:
         with _compat.outside_of_modes():
-            return [_unpack(meta.tolist(), data)]
+            return [_unpack(meta, data)]
 
     plan = _device_plans.get([(*meta[:2].tolist(), data.device)], make)[0]
     plan.streams.enter(data.device, plan.forward[0].slices.q_ranges)
     return plan
 
 
-def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    digest, rank, cp_size, rows, key_rows, num_forward, num_backward, is_early = meta[:8]
-    counts = iter(meta[8:])
+_Numbers: TypeAlias = tuple[int, list[int], list[int], int]  # behind the tables of `Route.of`
+
+
+def _unpack(meta: Tensor, data: Tensor) -> DevicePlan:
+    sizes, of_mask, placements, passes, rest = pickle.loads(bytes_of(meta[2:]))
+    (cp_size, rows, key_rows), (of_bits, of_entries) = sizes, of_mask
+    is_early, hosts, relayed = rest
     position = 0
 
-    def take_counts(number: int) -> list[int]:
-        return list(itertools.islice(counts, number))
-
-    def take(*shape: int) -> Tensor:
+    def take(shape: tuple[int, ...]) -> Tensor:
         nonlocal position
         begin = position
         position += torch.Size(shape).numel()
         return data[begin:position].view(shape)
 
-    num_hosts, *relayed = take_counts(3)
-    hosts = tuple(take_counts(num_hosts)) or None
-    num_blocks, *of_entries = take_counts(3)
+    def way(table: list[int], shape: tuple[int, ...], numbers: _Numbers) -> Route:
+        on_host = torch.tensor(table, dtype=torch.int32, device="cpu").view(shape)
+        return Route.of(on_host, take(shape), *numbers, hosts)
+
+    def stage(lists: list[Any], of_entry: Any, seqlen_k: int, ways: list[Any]) -> DeviceStage:
+        slices = AttnSlices.unchecked(*map(take, lists), rows, seqlen_k, bits)  # type: ignore[call-arg, arg-type]
+        entry = None if of_entry is None else take(of_entry)
+        routes: list[Any] = [way(*x) for x in ways]
+        if len(routes) > 1:
+            routes[0] = replace(routes[0], legs=(routes[1], routes[2]))
+        return DeviceStage(slices, routes[0] if routes else None, entry)
+
+    bits = None if of_bits is None else take(of_bits)
     entries = Entries(*of_entries)
-    bits = take(num_blocks, BLOCK, WORDS) if num_blocks >= 0 else None
-    sizes = take_counts(3), take_counts(3)
     queries, keys = (
-        Placement(total, chunk_size, tensor_of([take_counts(number) for _ in range(cp_size)]))
-        if chunk_size
-        else None
-        for total, chunk_size, number in sizes
+        None if x is None else Placement(x[0], x[1], tensor_of(x[2])) for x in placements
     )
     assert queries is not None
-
-    def route() -> Route:
-        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
-        host = num_runs + rest + take_counts(4 * sum(num_runs))
-        return Route.unpack(host, take(sum(num_runs), 4), cp_size, hosts)
-
-    def stage(has_legs: int) -> DeviceStage:
-        is_local, num_slices, seqlen_k = take_counts(3)
-        ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
-        slices = AttnSlices.unchecked(*ranges, rows, seqlen_k, bits)
-        entry = take(num_slices) if entries.number > 1 else None
-        if is_local:
-            return DeviceStage(slices, None, entry)
-        of_stage = route()
-        if has_legs:
-            of_stage = replace(of_stage, legs=(route(), route()))
-        return DeviceStage(slices, of_stage, entry)
-
-    forward, backward = (
-        [stage(has_legs) for _ in range(number)]
-        for number, has_legs in zip((num_forward, num_backward), relayed, strict=True)
-    )
+    forward, backward = ([stage(*x) for x in stages] for stages in passes)
     merged = None
     # A rank of which all keys are local or all are remote has one stage anyway.
     if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
         merged = MergedStage(*forward)
-    sizes_of = (digest, rank, cp_size, rows, key_rows)
+    digest, rank = meta[:2].tolist()
     where = (queries, queries if keys is None else keys)
     is_exact = bits is None and entries.number == 1
-    passes = (forward, backward, merged)
-    have_legs = (bool(relayed[0]), bool(relayed[1]))
-    return DevicePlan(*sizes_of, *passes, *where, bits, entries, is_exact, have_legs)
+    of_plan = (digest, rank, cp_size, rows, key_rows, forward, backward, merged, *where)
+    return DevicePlan(*of_plan, bits, entries, is_exact, relayed)

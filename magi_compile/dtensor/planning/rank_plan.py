@@ -1,23 +1,16 @@
 """The plan of one rank: a mask's plan for attention across ranks, made on the host and shipped as tensors.
 
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
-graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
-
-    meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward
-            begins early, how many hosts of ranks follow, whether stages forward have legs and those backward do, the
-            host of each rank or nothing, blocks of bits, batch entries and heads with masks of their own, tokens,
-            chunk_size, chunks of a rank, the same three of keys that are a sequence of their own or 0, 0, 0, the chunks
-            of all ranks, those of keys, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs,
-            peak_received, send_counts, recv_counts, sends, recvs, and the last seven of both legs
-    data    the blocks of bits, then for each stage: q_ranges, k_ranges, mask_types, the entries of slices where these
-                have masks of their own, sends, recvs, and those of both legs
+graph. `meta` (int64, CPU) holds digest, rank and the bytes of all that the host reads; `data` (int32, the device of q)
+the blocks of bits, and then for each stage its slices, their entries, and the rows that it sends and receives, by each
+of its ways.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
+import pickle
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -38,6 +31,7 @@ from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
     Stage,
     StageLoads,
+    Transfer,
     plan_communication,
 )
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
@@ -159,50 +153,41 @@ class RankPlan:
 
     @_compat.outside_of_modes()
     def _pack(self, device: torch.device) -> PlanTensors:
-        where, stages = self.dispatch, self.forward + self.backward
-        meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
-        meta += [len(self.forward), len(self.backward), int(self.forward_is_early)]
-        hosts = self.hosts or ()
-        meta += [len(hosts), *map(int, self.relayed), *hosts]
-        meta += [-1 if self.bits is None else len(self.bits), *self.entries]
-        placements = [where, where.other_keys]
-        for x in placements:
-            meta += [0, 0, 0] if x is None else [x.total, x.chunk_size, x.chunks.shape[1]]
-        for x in placements:
-            meta += [] if x is None else x.chunks.flatten().tolist()
-        transfers = [
-            way
-            for stage in stages
-            if stage.transfer is not None
-            for way in (stage.transfer, *(stage.transfer.legs or ()))
+        where = self.dispatch
+        data: list[Tensor] = []
+
+        def laid(x: Tensor) -> tuple[int, ...]:
+            data.append(x.flatten().int())
+            return tuple(x.shape)
+
+        def way(x: Transfer) -> tuple[Any, ...]:
+            table = torch.cat([x.sends, x.recvs])
+            numbers = (len(x.sends), x.send_counts, x.recv_counts, x.peak_received)
+            return table.flatten().tolist(), laid(table), numbers
+
+        def stage(x: Stage) -> tuple[Any, ...]:
+            lists = [laid(x.slices.q_ranges), laid(x.slices.k_ranges), laid(x.slices.mask_types)]
+            entry = laid(x.entry) if x.entry is not None and self.entries.number > 1 else None
+            ways = [] if x.transfer is None else [x.transfer, *(x.transfer.legs or ())]
+            return lists, entry, x.slices.seqlen_k, [way(x) for x in ways]
+
+        sizes = (where.cp_size, self.rows, where.keys.seqlen_local)
+        of_mask = (None if self.bits is None else tuple(self.bits.shape), tuple(self.entries))
+        placements = [
+            None if x is None else (x.total, x.chunk_size, x.chunks.tolist())
+            for x in (where, where.other_keys)
         ]
-        # All tables of ranges become a list and int32 together.
-        ranges = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
-        table = torch.cat([*ranges, torch.zeros(0, 4, dtype=torch.int64, device="cpu")])
-        numbers = iter(table.flatten().tolist())
-        tables = iter(table.int().split([*map(len, ranges), 0]))
-        data = []
-        for slices, transfer, _, entry in stages:
-            meta += [int(transfer is None), len(slices), slices.seqlen_k]
-            data += [slices.q_ranges, slices.k_ranges, slices.mask_types]
-            if entry is not None and self.entries.number > 1:
-                data.append(entry)
-            if transfer is None:
-                continue
-            for way in (transfer, *(transfer.legs or ())):
-                num_runs = [len(way.sends), len(way.recvs)]
-                meta += [*num_runs, way.peak_received, *way.send_counts, *way.recv_counts]
-                meta += itertools.islice(numbers, 4 * sum(num_runs))
-                data += [next(tables), next(tables)]
+        passes = [[stage(x) for x in stages] for stages in (self.forward, self.backward)]
+        rest = (self.forward_is_early, self.hosts, self.relayed)
+        text = pickle.dumps((sizes, of_mask, placements, passes, rest), pickle.HIGHEST_PROTOCOL)
+        words = array("q", [self.digest, self.rank])
+        words.frombytes(text.ljust(-(-len(text) // 8) * 8, b"\0"))
         # Never fewer than two entries, which Dynamo would take for a constant size: the next plan would compile again.
-        flat = torch.cat(
-            [*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32, device="cpu")]
-        )
-        host = torch.frombuffer(array("q", meta), dtype=torch.int64)
+        flat = torch.cat([*data, torch.zeros(2, dtype=torch.int32, device="cpu")])
         flat = to_device(flat, device)
         if self.bits is not None:  # in front, where their rows are aligned as kernels read them
             flat = torch.cat([to_device(self.bits, device).flatten(), flat])
-        return PlanTensors(host, flat)
+        return PlanTensors(torch.frombuffer(words, dtype=torch.int64), flat)
 
 
 def plan_rank(

@@ -73,22 +73,20 @@ class Route:
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def unpack(
-        host: list[int],
-        ranges: Tensor,
-        cp_size: int,
+    def of(
+        on_host: Tensor,
+        on_device: Tensor,
+        num_sends: int,
+        send_counts: list[int],
+        recv_counts: list[int],
+        peak_received: int,
         hosts: tuple[int, ...] | None = None,
     ) -> Route:
-        """A route of `[num_sends, num_recvs, peak_received, *send_counts, *recv_counts, *sends, *recvs]`, with
-        `ranges`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`, and the host of each rank."""
-        num_sends, num_recvs, peak_received, *rest = host
-        counts, flat = rest[: 2 * cp_size], rest[2 * cp_size :]
-        on_host = torch.tensor(flat, dtype=torch.int32, device="cpu").view(-1, 4)
-        sends, recvs = ranges.split([num_sends, num_recvs])
-        host_sends, host_recvs = on_host.split([num_sends, num_recvs])
-        send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
-        of_rows = (send_counts, recv_counts, peak_received, sum(recv_counts))
-        return Route(sends, recvs, host_sends, host_recvs, *of_rows, hosts)
+        """A route of its sends and, behind them, its recvs, int32 `[num, 4]`."""
+        halves = ((x[:num_sends], x[num_sends:]) for x in (on_device, on_host))
+        (sends, recvs), (host_sends, host_recvs) = halves
+        numbers = (send_counts, recv_counts, peak_received, sum(recv_counts))
+        return Route(sends, recvs, host_sends, host_recvs, *numbers, hosts)
 
     @staticmethod
     def of_peers(
@@ -100,8 +98,8 @@ class Route:
         recvs = [[peer, i * rows, 0, rows] for i, peer in enumerate(mine)]
         ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu").view(-1, 4)
         counts = [rows if peer in mine else 0 for peer in range(len(peers))]
-        numbers = [len(mine), len(mine), rows * max(map(len, peers)), *counts, *counts]
-        return Route.unpack([*numbers, *ranges.flatten().tolist()], ranges.to(device), len(peers))
+        peak = rows * max(map(len, peers))
+        return Route.of(ranges, ranges.to(device), len(mine), counts, counts, peak)
 
     def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
         """`make(self, *arguments)`, made once: what an implementation needs of the route, kept under that function
