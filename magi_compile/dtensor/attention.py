@@ -142,38 +142,20 @@ def _check(
     share: Sequence[int],
 ) -> None:
     """Raises if arguments do not fit each other; asked once for arguments of such shapes."""
-    if torch.compiler.is_compiling():
-        _check_anew(q, k, v, plan, numbers, share)
-        return
-    tensors = [q, k, v]
-    if isinstance(plan, PlanTensors):
-        tensors += plan
+    tensors = (q, k, v, *plan) if isinstance(plan, PlanTensors) else (q, k, v)
     kind: Hashable = None
-    if all([isinstance(x, Tensor) and not x.is_nested for x in tensors]):
+    if not torch.compiler.is_compiling() and all(
+        [isinstance(x, Tensor) and not x.is_nested for x in tensors]
+    ):
         of_tensors = [(x.shape, x.dtype, x.device, x.layout) for x in tensors[:3]]
         places = [x.device for x in tensors[3:]]
         # 1, 1.0 and True are equal, and not equally welcome.
         kind = (*of_tensors, *places, type(plan), *numbers, *map(type, numbers), tuple(share))
-    try:
-        if kind is not None and kind in _fitting:
-            return
-    except TypeError:  # something that cannot be hashed, which is not welcome either
-        kind = None
-    _check_anew(q, k, v, plan, numbers, share)
-    if kind is not None:
-        if len(_fitting) >= _MOST_FITTING:
-            _fitting.clear()
-        _fitting.add(kind)
-
-
-def _check_anew(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PlanTensors,
-    numbers: tuple[Any, ...],
-    share: Sequence[int],
-) -> None:
+        try:
+            if kind in _fitting:
+                return
+        except TypeError:  # something that cannot be hashed, which is not welcome either
+            kind = None
     check_qkv(q, k, v, "[seqlen_local, nheads, head_dim]")
     if not isinstance(plan, PlanTensors):
         raise TypeError(
@@ -197,6 +179,10 @@ def _check_anew(
             "`share` must be the first batch entry, the first head, and the numbers of both on all ranks, or empty, "
             f"got {list(share)}"
         )
+    if kind is not None:
+        if len(_fitting) >= _MOST_FITTING:
+            _fitting.clear()
+        _fitting.add(kind)
 
 
 def _name_of(group: Any, argument: str) -> str:

@@ -164,10 +164,7 @@ def _is_shard(placement: Any, dim: int | None) -> bool:
 
 
 def _check_query(
-    tensors: Mapping[str, Any],
-    layout: Layout,
-    dim: int,
-    tokens_over: list[int] | None,
+    tensors: Mapping[str, Any], layout: Layout, dim: int, tokens_over: list[int] | None
 ) -> None:
     name = next(iter(tensors))
     x = tensors[name]

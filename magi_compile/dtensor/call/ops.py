@@ -52,12 +52,7 @@ class _KnownCall(NamedTuple):
 
 
 def _execution(
-    options: Options,
-    scaled: Scaled,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_backward: bool = False,
+    options: Options, scaled: Scaled, k: Tensor, v: Tensor, *, is_backward: bool = False
 ) -> Execution:
     """The execution for this rank's rows; all ranks of the group ask together. What follows from the plan, the shapes
     and the options is found out in the first call of its kind."""
@@ -102,16 +97,15 @@ def _kind_of(options: Options, q: Tensor, k: Tensor, v: Tensor, *, is_backward: 
 
 
 def _check_rows(plan: DevicePlan, q: Tensor, k: Tensor) -> None:
-    if q.shape[0] != plan.rows:
-        raise ValueError(
-            f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}; "
-            "take those of RankPlan.dispatch.positions(rank), padding included"
-        )
-    if k.shape[0] != plan.key_rows:
-        raise ValueError(
-            f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
-            "take those of RankPlan.dispatch.keys.positions(rank), padding included"
-        )
+    for name, x, number, what, where in (
+        ("q", q, plan.rows, "rows", "dispatch"),
+        ("k", k, plan.key_rows, "keys", "dispatch.keys"),
+    ):
+        if x.shape[0] != number:
+            raise ValueError(
+                f"`{name}` must have the {number} {what} of the plan, got {x.shape[0]}; take those of "
+                f"RankPlan.{where}.positions(rank), padding included"
+            )
 
 
 def _begin_ahead(plan: DevicePlan, options: Options, scaled: Scaled, k: Tensor, v: Tensor) -> None:

@@ -28,11 +28,7 @@ from magi_compile.dtensor.sequence.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
-from magi_compile.ops.attention import (
-    AttnOutput,
-    flex_attention,
-    flex_flash_attention,
-)
+from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.define import define
 from magi_compile.ops.over_ranks import Replacements, replaced

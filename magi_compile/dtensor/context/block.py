@@ -285,10 +285,7 @@ def _of_buffers(name: str, given: Any, buffers: Any) -> list[Any]:
 
 
 def context_parallel_unshard(
-    mesh: DeviceMesh | dist.ProcessGroup,
-    buffers: Any,
-    seq_dims: Any,
-    plan: SequencePlan,
+    mesh: DeviceMesh | dist.ProcessGroup, buffers: Any, seq_dims: Any, plan: SequencePlan
 ) -> Any:
     """Tensors over the whole sequence, in its order, from every rank's part. All ranks call it together.
     Not differentiable.

@@ -25,13 +25,7 @@ from torch import Tensor
 
 from magi_compile.dtensor.planning.chunks import mean_area
 from magi_compile.dtensor.planning.dispatch import Dispatch
-from magi_compile.dtensor.planning.ranges import (
-    Ranges,
-    expand,
-    group,
-    join,
-    pick,
-)
+from magi_compile.dtensor.planning.ranges import Ranges, expand, group, join, pick
 from magi_compile.dtensor.planning.relays import MovingRows, Relays
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices

@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.planning.cost import (
-    DEFAULT_COST,
-    CostModel,
-    check_groups,
-    wave_rows,
-)
+from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel, check_heads, wave_rows
 from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of, launched_hosts
 from magi_compile.dtensor.transport.collectives import (
     Collective,
@@ -29,18 +24,12 @@ from magi_compile.dtensor.transport.collectives import (
     check_collective,
 )
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.kernels.base import (
-    AttnProblem,
-    BackwardOutput,
-    ForwardOutput,
-    Grads,
-    Saved,
-)
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.plan import Plan
 from magi_compile.kernels.select import problem_of, select
-from magi_compile.masks.arguments import check_count, check_device
+from magi_compile.masks.arguments import check_device
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.ops.validation import DTYPES
 
@@ -88,10 +77,7 @@ def calibrate(
         raise TypeError(
             f"`group` must be a process group of which this process is a member, got {type(group).__name__}"
         )
-    numbers = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "head_dim": head_dim}
-    for name, given in (numbers | {"seqlen": seqlen, "repeats": repeats}).items():
-        check_count(name, given, 1)
-    check_groups(nheads_q, nheads_kv)
+    check_heads(nheads_q, nheads_kv, head_dim=head_dim, seqlen=seqlen, repeats=repeats)
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
     check_collective(collective)
@@ -236,12 +222,7 @@ def _peers(cp_size: int, host: Sequence[int] | None) -> tuple[list[list[int]], l
     return near, far
 
 
-def _keys(
-    queries: int,
-    keys: int,
-    device: torch.device,
-    seqlen_q: int | None = None,
-) -> AttnSlices:
+def _keys(queries: int, keys: int, device: torch.device, seqlen_q: int | None = None) -> AttnSlices:
     """One slice, of the first queries if there are more."""
     slices = [AttnSlice((0, queries), (0, keys), MaskType.FULL)]
     return AttnSlices.from_slices(slices, seqlen_q or queries, keys).to(device)

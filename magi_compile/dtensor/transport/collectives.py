@@ -3,13 +3,7 @@
     cast      home rows -> buffers    every rank gets the rows its route names, each once
     reduce    buffers -> home rows    the same way back; what arrives for one row adds up in fp32
 
-Implementations are listed in `COLLECTIVES` and found by `select`. One is an object with
-
-    refusals(group, device)              why it cannot serve; equal on every rank, so that all choose alike
-    casts(tensors, routes, group)        an iterator: each `next` starts the cast of the next route
-    outbox(like, route, group)           buffers for the next reduce, best written in place
-    start_reduce(tensors, route, group)  starts a reduce
-    release(group)                       lets go what waits for ranks that do not come
+Implementations of `Collective` are listed in `COLLECTIVES` and found by `select`.
 
 Ranks call in the same order with the same number of routes, also those that neither send nor receive. Nothing makes
 the host wait for the device: a call enqueues work behind what the current stream holds, `PendingCast.wait` and

@@ -16,12 +16,7 @@ from magi_compile.masks import AttnSlices, MaskProgram
 from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
-from magi_compile.masks.evaluation.verify import (
-    check_bits,
-    check_slices,
-    is_verified,
-    remember,
-)
+from magi_compile.masks.evaluation.verify import check_bits, check_slices, is_verified, remember
 
 ARGUMENTS = (
     "Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, SymInt seqlen_k, SymInt capacity, "
