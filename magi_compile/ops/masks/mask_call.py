@@ -25,35 +25,23 @@ ARGUMENTS = (
 
 
 class MaskCall(NamedTuple):
-    """The arguments of such an op.
+    """The arguments of such an op."""
 
-    Attributes:
-        tables: the captured tensors.
-        symbols: the captured ints.
-        program: the text of the mask program.
-        batch: number of batch entries.
-        seqlen_q: rows of each.
-        seqlen_k: keys of each.
-        capacity: room for slices of intervals.
-        device: where to compute.
-        block_lists: those of a BlockMask, or none.
-        block_size: rows and keys of a block of these.
-        verify: whether each call asks for a second opinion.
-        heads: of q and of keys, whose masks differ; 1 and 1 where all heads have the same mask.
-    """
-
-    tables: Sequence[Tensor]
-    symbols: Sequence[int]
-    program: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    capacity: int
-    device: torch.device
-    block_lists: Sequence[Tensor]
-    block_size: Sequence[int]
-    verify: bool = False
-    heads: Sequence[int] = (1, 1)
+    tables: Sequence[Tensor]  # that the program captures
+    symbols: Sequence[int]  # likewise
+    program: str  # the text of the mask program
+    batch: int  # number of batch entries
+    seqlen_q: int  # rows of each
+    seqlen_k: int  # keys of each
+    capacity: int  # room for slices of intervals
+    device: torch.device  # where to compute
+    block_lists: Sequence[Tensor]  # those of a BlockMask, or none
+    block_size: Sequence[int]  # rows and keys of a block of these
+    verify: bool = False  # each call asks for a second opinion
+    heads: Sequence[int] = (
+        1,
+        1,
+    )  # of q and of keys, whose masks differ; 1 and 1 where all have the same mask
 
     @classmethod
     def of(cls, *arguments: object) -> MaskCall:
