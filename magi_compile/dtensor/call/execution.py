@@ -133,16 +133,13 @@ class DevicePlan:
         for padding."""
         if stage not in self._positions:
             refuse_to_be_recorded(self.forward[0].slices.q_ranges)
+            where = self.queries if stage is None else self.keys
+            recvs = None if stage is None or stage.route is None else stage.route.host_recvs
             with _compat.outside_of_modes():
-                self._positions[stage] = self._find_positions(stage)
+                found = positions_of_keys(where, self.rank, recvs)
+                found = found.masked_fill(found >= where.total, 0).int()
+                self._positions[stage] = to_device(found, self.forward[0].slices.device)
         return self._positions[stage]
-
-    def _find_positions(self, stage: DeviceStage | None) -> Tensor:
-        where = self.queries if stage is None else self.keys
-        recvs = None if stage is None or stage.route is None else stage.route.host_recvs
-        found = positions_of_keys(where, self.rank, recvs)
-        found = found.masked_fill(found >= where.total, 0)
-        return to_device(found.int(), self.forward[0].slices.device)
 
 
 class Scoring(NamedTuple):

@@ -12,7 +12,6 @@ is computed, and where it does not, a pass waits, or a stage hides as much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from magi_compile.dtensor.planning.comm_plan import StageLoads
@@ -38,19 +37,19 @@ EARLY_FORWARD_COST = 0.02
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A forward pass of the slowest rank."""
     call = _Call(loads.query_rows * cost.stage_seconds_per_row)
-    ranks = _ranks(loads, cost.seconds_per_area)
-    return _first_and_last_end(degree, _cast(loads, degree, cost), ranks, call)[1]
+    cast = _cast(loads, degree, cost)
+    return _first_and_last_end(degree, cast, loads, cost.seconds_per_area, call)[1]
 
 
 def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A backward pass of the slowest rank: keys are cast again, their gradients go home stage by stage."""
-    ranks = _ranks(loads, cost.seconds_per_area * cost.backward_area_factor)
+    seconds_per_area = cost.seconds_per_area * cost.backward_area_factor
     stage = loads.query_rows * cost.backward_stage_seconds_per_row
     # Half a wave of thread blocks idles at the end of a remote stage: what dealing the tiles of packed documents to
     # 132 SMs gives, between the mean over ranks and the slowest one.
     call = _Call(stage, BEFORE_KEYS * stage, IDLE_WAVES * cost.backward_wave_rows)
     cast = _cast(loads, degree, cost)
-    first, last = _first_and_last_end(degree, cast, ranks, call)
+    first, last = _first_and_last_end(degree, cast, loads, seconds_per_area, call)
     # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
     # each other from the first stage on, or the last one starts as its stage ends.
     reduce = cast * cost.backward_reduce_factor
@@ -163,15 +162,6 @@ def _cast(loads: StageLoads, degree: int, cost: CostModel) -> float:
     return len(hops) * cost.latency_seconds + rows * cost.seconds_per_row / max(degree, 1)
 
 
-class _Rank(NamedTuple):
-    """The computation of a rank, in seconds."""
-
-    local: float  # of local keys in a call of their own
-    remote: float  # of remote keys
-    merged: float  # of all keys in one call
-    recv_rows: int
-
-
 class _Call(NamedTuple):
     """The cost of a call for any rank beyond that."""
 
@@ -180,16 +170,8 @@ class _Call(NamedTuple):
     idle_rows: float = 0.0  # what a stage is longer by, of rows that it receives
 
 
-def _ranks(loads: StageLoads, seconds_per_area: float) -> list[_Rank]:
-    areas = _areas(loads, seconds_per_area)
-    return [
-        _Rank(local, area - local, area, rows)
-        for (area, local), rows in zip(areas, loads.received, strict=True)
-    ]
-
-
 def _first_and_last_end(
-    degree: int, cast: float, ranks: Sequence[_Rank], call: _Call
+    degree: int, cast: float, loads: StageLoads, seconds_per_area: float, call: _Call
 ) -> tuple[float, float]:
     """When the slowest rank is done with the first and with the last stage that needs a cast.
 
@@ -197,10 +179,11 @@ def _first_and_last_end(
     long each, so stages either follow each other from the first one on, or the last one goes on as its cast ends.
     """
     parts, firsts, lasts = max(degree, 1), [], []
-    for local, remote, merged, rows in ranks:
-        done, stage = 0.0, merged + call.seconds
+    areas = _areas(loads, seconds_per_area)
+    for (area, local), rows in zip(areas, loads.received, strict=True):
+        done, stage = 0.0, area + call.seconds
         if degree:
-            idle = call.idle_rows * parts / max(rows, 1)
+            idle, remote = call.idle_rows * parts / max(rows, 1), area - local
             done, stage = local + call.seconds, remote * (1 + idle) / parts + call.seconds
         with_keys = stage - call.before_keys
         first = max(done + call.before_keys, cast) + with_keys

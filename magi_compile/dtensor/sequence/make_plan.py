@@ -232,7 +232,12 @@ class _Where(NamedTuple):
     def of(mesh: Any, ranks: Any = None, keys: Any = None) -> _Where:
         """As the arguments of `plan` say. Of this thread: another one has another current device."""
         if ranks is not None:
-            size, rank = _ranks_of(ranks, mesh, keys)
+            for name, x in (("mesh", mesh), ("keys", keys)):
+                if x is not None:
+                    raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
+            if not isinstance(ranks, (tuple, list)) or len(ranks) != 2:
+                raise ValueError(f"`ranks` must be a pair (cp_size, rank), got {ranks!r}")
+            size, rank = ranks
             in_job = [*range(size)] if isinstance(size, int) else []
             return _Where(None, torch.device("cpu"), size, rank, in_job)
         group = group_of(mesh)
@@ -291,8 +296,10 @@ def _planned(
         keys=None if keys is None else [None if x is None else x.placement for x in tokens],
     )
     hosts = [
-        HostPlan(_said(of_mask.slices), of_rank, options.cost, of_mask.of_unknown)
-        for of_mask, of_rank in zip(converted, planned, strict=True)
+        HostPlan(
+            None if isinstance(x.slices, Cover) else x.slices, of_rank, options.cost, x.of_unknown
+        )
+        for x, of_rank in zip(converted, planned, strict=True)
     ]
 
     @one_thread()
@@ -334,16 +341,6 @@ def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[
     return Ahead(planner().submit(_planned, mask, where, **arguments), where.device)
 
 
-def _ranks_of(ranks: Any, mesh: Any, keys: Any) -> tuple[int, int]:
-    """The number of ranks, and this one."""
-    for name, x in (("mesh", mesh), ("keys", keys)):
-        if x is not None:
-            raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
-    if not isinstance(ranks, (tuple, list)) or len(ranks) != 2:
-        raise ValueError(f"`ranks` must be a pair (cp_size, rank), got {ranks!r}")
-    return ranks[0], ranks[1]
-
-
 def _placed(
     hosts: Sequence[HostPlan],
     tokens: Sequence[SpreadTokens | None],
@@ -361,10 +358,6 @@ def _placed(
             of_keys = spread[where]
         made.append(SequencePlan(host, group, device, of_keys))
     return made
-
-
-def _said(mask: AttnSlices) -> AttnSlices | None:
-    return None if isinstance(mask, Cover) else mask
 
 
 def _permutation_of(given: Any) -> Tensor | Placement:

@@ -241,7 +241,12 @@ def _select(
     for considered in COLLECTIVES if name == "auto" else (name,):
         if considered == HIERARCHICAL and not has_legs:
             continue
-        refusals = _refusals(considered, group, device)
+        try:
+            collective = _load(considered)
+        except ImportError as error:
+            refusals = [f"cannot be imported: {error}"]
+        else:
+            refusals = collective.refusals(group, device)
         if not refusals:
             if reasons and group.rank() == 0:
                 listed = "\n".join(reasons)
@@ -260,11 +265,3 @@ def _load(name: str) -> Collective:
         module_name, _, class_name = COLLECTIVES[name].partition(":")
         _loaded[name] = getattr(importlib.import_module(module_name), class_name)()
     return _loaded[name]
-
-
-def _refusals(name: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    try:
-        collective = _load(name)
-    except ImportError as error:
-        return [f"cannot be imported: {error}"]
-    return collective.refusals(group, device)
