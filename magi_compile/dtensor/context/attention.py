@@ -149,18 +149,15 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float | None,
-    softcap: float,
-    score_mod: Any = None,
-    *,
+    *options: Any,
     return_max_scores: bool = False,
 ) -> AttnOutput:
-    """Attention by a mask and its plan, whose digest must be among those of the block `around`, if that has plans."""
+    """Attention by a mask and its plan, whose digest must be among those of the block `around`, if that has plans;
+    `options` are those of `SequencePlan.attend` behind `meta`."""
     meta = mask.plan.meta
     if around is not None:
         meta = torch.ops.magi.plan_of_block(meta, mask.digest, around)
-    given = (q, k, v, meta, scale, softcap, score_mod)
-    return mask.plan.attend(*given, return_max_scores=return_max_scores)
+    return mask.plan.attend(q, k, v, meta, *options, return_max_scores=return_max_scores)
 
 
 def attend_by(
