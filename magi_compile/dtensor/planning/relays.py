@@ -1,16 +1,13 @@
-"""Rows that cross hosts once for each host, and who hands them on there.
-
-Links between hosts are slow, those inside of a host (or of a rack, if its links are as fast) are not. Where several
-ranks of a host need a row of another host in one stage, it is sent to one of them, and that one hands it on:
+"""Rows that cross hosts once for each host, and who hands them on there (`docs/kernels/across_ranks.md`).
 
     first leg     from the rank that holds a row    to every rank of its host that needs it,
                                                     and to one rank of each other host that needs it
     second leg    from that rank                    to the others of its host that need it
 
-Rows that the same ranks of a host need are dealt to these in equal parts, of `LEAST_PART` rows or more. Every rank has
-a link of its own to other hosts: where one would receive more by it than its host does in the mean, and more than any
-rank sends, others of the host receive the rest for it. What a rank receives for others alone lies behind the rows of
-its buffer (**staged** rows). But for these every rank receives the rows that it needs, once, as without relays.
+Rows that the same ranks of a host need are dealt to these in equal parts, of `LEAST_PART` rows or more. Where one would
+receive more from other hosts than its host does in the mean, and more than any rank sends, others of the host receive
+the rest for it. What a rank receives for others alone lies behind the rows of its buffer (**staged** rows). But for
+these every rank receives the rows that it needs, once, as without relays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Checks that the ranks of a group call the same attention, before its rows travel.
-
-Ranks that differ would wait for each other, or compute with rows of another mask: a data loader drifts, or one rank has
-another dtype. So each rank says in a hundred bytes what it is about to do, and reads what the others say. Every rank
-finds the same difference, and raises the same error.
+"""Checks that the ranks of a group call the same attention, before its rows travel (`docs/kernels/across_ranks.md`).
+Each rank says in a hundred bytes what it is about to do, and every rank finds the same difference and raises the same
+error.
 
     tensors on a CPU    in every call, by an all-gather
     tensors on a GPU    in the first call of its kind, that is of a plan, and shapes, dtype and options, and in every

@@ -1,7 +1,6 @@
-"""Ends what waits on a GPU for a rank that does not come.
+"""Ends what waits on a GPU for a rank that does not come, while no host waits with it (`docs/kernels/across_ranks.md`).
 
-Streams wait for flags of other ranks, and kernels of NCCL's for rows of other ranks, while no host waits with them. So
-a thread of each process looks after the passes of attention that were enqueued:
+A thread of each process looks after the passes of attention that were enqueued:
 
     a pass is done                an event behind it says so; nothing else happens
     its host is still in it       as one that the driver holds up, for memory or for room in a queue
@@ -11,12 +10,9 @@ a thread of each process looks after the passes of attention that were enqueued:
 A thread that the driver holds up may have a lock of the driver's. So the thread that looks never calls the driver: it
 has that done by others, and goes on without their answer.
 
-The error is logged, what waits on the device is released, and the thread that called attention gets the error, wherever
-it is: in `loss.item()`, in a synchronisation, in the next step. Later calls raise it as well. Where that thread does
-not take it, because a kernel of NCCL's holds it, the process ends.
-
-A pass costs its host a few microseconds, for an event. Replays of CUDA graphs are no calls, and nobody looks after
-them.
+The error is logged, and the thread that called attention gets it, wherever it is; then what waits on the device is
+released. Later calls raise it as well. Where that thread does not take it, because a kernel of NCCL's holds it, the
+process ends. Replays of CUDA graphs are no calls, and nobody looks after them.
 """
 
 from __future__ import annotations
