@@ -271,21 +271,13 @@ def plan_rank_ahead(
     options: ContextParallelOptions = ContextParallelOptions(),
     device: torch.device | str | None = None,
 ) -> Future[RankPlan]:
-    """`plan_rank` on a thread of its own, for the next batch while this one is computed; plans queue up. See
-    `plan_ahead` for `plan`.
+    """`plan_rank` on a thread of its own, with the same arguments, for the next batch while this one is computed; plans
+    queue up. See `plan_ahead` for `plan`.
 
-    Args:
-        slices: as in `plan_rank`, like `cp_size`, `rank` and `options`.
-        cp_size: see `slices`.
-        rank: see `slices`.
-        options: see `slices`.
-        device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
-
-    Returns:
-        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too. It
-        belongs to this process: in a fork, for example a worker of a DataLoader, ask again.
+    `result()` gives the plan, or raises as `plan_rank` does. Its tensors are put on `device` as well; None leaves that
+    to `RankPlan.tensors`. Once done, `plan_rank` finds the plan too. The future belongs to this process: in a fork, for
+    example a worker of a DataLoader, ask again.
     """
-
     where = None if device is None else check_device(device)
 
     def run() -> Callable[[], RankPlan]:
