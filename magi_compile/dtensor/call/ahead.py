@@ -60,9 +60,8 @@ class PlanKind(NamedTuple):
     entries: Entries  # of its masks
     forward: tuple[Walked, ...]  # the stages that see something, or all of it where it is one call
     backward: tuple[Walked, ...]  # the stages that see something
-    early: (
-        Walked | None
-    )  # the forward, if it may begin with local keys, a column in front of remote ones
+    # The forward, if it may begin with local keys, a column in front of remote ones.
+    early: Walked | None
 
     @classmethod
     def of(cls, plan: Staged, device: torch.device) -> PlanKind:

@@ -38,9 +38,7 @@ class Placement:
     """The placement of a sequence: rank r holds the chunks `chunks[r]`, int64 `[cp_size, chunks_per_rank]` on the CPU,
     in ascending order but where somebody else has permuted them."""
 
-    total: (
-        int  # rows of the sequence; what follows up to `total_padded` sees and is seen by nothing
-    )
+    total: int  # rows; what follows up to `total_padded` sees and is seen by nothing
     chunk_size: int  # rows that stay together
     chunks: Tensor
 

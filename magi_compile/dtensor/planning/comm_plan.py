@@ -113,9 +113,8 @@ class Buffers(NamedTuple):
 
     begin: Tensor  # int64 `[cp_size, num_stages]`, rows that move into buffers before, those of earlier ranks included
     rows: Tensor  # int64 `[cp_size, num_stages]`, 0 in place
-    edges: (
-        Tensor  # float64 `[cp_size * (degree - 1)]`, where parts of each rank's remote rows begin
-    )
+    # float64 `[cp_size * (degree - 1)]`, where parts of each rank's remote rows begin.
+    edges: Tensor
 
     @property
     def num_stages(self) -> int:

@@ -316,6 +316,10 @@ class SequencePlan(SpreadTokens):
                 tokens, what = self.keys, "keys"
             length, dim = tokens.seqlen_local, 2 if x.ndim == 4 else 0
             check_length(name, x, dim, length, "of this rank", what)
+            if x.ndim == 4 and x.shape[0] != q.shape[0]:
+                raise ValueError(
+                    f"`{name}` must have the batch size of `q`, {q.shape[0]}, got {x.shape[0]}"
+                )
         tensors = PlanTensors(meta, self.data)
         options: dict[str, Any] = {
             "softmax_scale": scale,
@@ -327,14 +331,8 @@ class SequencePlan(SpreadTokens):
         if q.ndim == 3:
             found = context_parallel_attention(q, k, v, tensors, self.group_name, **options)
             return AttnOutput(*as_dtensors(shards, layout, *found))
-        batch = q.shape[0]
-        for name, x in (("k", k), ("v", v)):
-            if x.shape[0] != batch:
-                raise ValueError(
-                    f"`{name}` must have the batch size of `q`, {batch}, got {x.shape[0]}"
-                )
         # Entries of a batch have one mask, so they are more heads.
-        nheads = q.shape[1]
+        batch, nheads = q.shape[:2]
         order = memory_order(q.stride())
         q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
         out, *rows = context_parallel_attention(
