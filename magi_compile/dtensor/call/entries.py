@@ -42,19 +42,11 @@ class Packing(NamedTuple):
     ) -> Packing:
         """The entries of a call; `PLAIN` where nothing is packed anew.
 
-        Args:
-            entries: those of the masks.
-            batch: batch entries among the heads.
-            heads: of queries and of keys, of one batch entry.
-            share: the numbers of the first batch entry and of the first head among those of all ranks, and how many of
-                both all have, where this rank has a share of them; empty where it has all.
-            has_score: whether a score program tells batch entries apart.
+        `entries` are those of the masks; a call has `batch` entries among its heads, each with such `heads` of queries
+        and of keys. `share` are the numbers of the first batch entry and of the first head among those of all ranks,
+        and how many of both all have; empty where this rank has all. A score program tells batch entries apart.
 
-        Returns:
-            The entries.
-
-        Raises:
-            ValueError: the masks are of another number of batch entries or heads.
+        Raises ValueError if the masks are of another number of batch entries or heads.
         """
         if not has_score and entries.number == 1:
             return PLAIN

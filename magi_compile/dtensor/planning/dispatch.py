@@ -81,26 +81,15 @@ def dispatch_together(
     cost: CostModel = DEFAULT_COST,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """Decides which rank holds which tokens of a sequence that several masks are attended to with, and which keys where
-    there are not as many of them.
+    """Decides which rank holds which tokens of a sequence that several masks are attended to with, each so often as its
+    weight says: what is balanced is the sum of work. All ranks decide alike; a `Dispatch` for each mask.
 
-    Args:
-        masks: each over the whole sequence.
-        weights: how often each is attended to, the number of its layers; what is balanced is the sum of work.
-        cp_size: number of ranks.
-        chunk_size: tokens of a chunk; None chooses it from the masks.
-        strategy: a name in `STRATEGIES`.
-        slack: how far above the mean a rank's area may lie in favour of less communication.
-        cost: what compute and communication cost.
-        keys: where the keys of each mask lie already. Otherwise they are the tokens themselves where they are as many,
-            and where they are not a sequence of their own, one for all masks with as many keys, which is placed by what
-            is seen of it.
+    A chunk of `chunk_size` tokens stays together; None chooses it from the masks. A rank's area may lie above the mean
+    by `slack` in favour of less communication. `keys` says where the keys of each mask lie already. Otherwise they are
+    the tokens themselves where they are as many, and where they are not a sequence of their own, one for all masks with
+    as many keys, which is placed by what is seen of it.
 
-    Returns:
-        A `Dispatch` for each of `masks`, the same on every rank.
-
-    Raises:
-        ValueError: if an argument is out of range, or masks have other lengths.
+    Raises ValueError if an argument is out of range, or masks have other lengths.
     """
     seqlen = check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
@@ -172,22 +161,12 @@ def dispatch_as(
     permutation: Tensor | Placement,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """The dispatch of tokens that lie somewhere already: somebody else has permuted them, and rank r holds the r-th of
-    `cp_size` equal parts, or another plan has placed them.
+    """The dispatch of tokens that lie somewhere already, for each mask over the sequence in its own order.
+    `permutation` says which token lies where, int64 `[seqlen]` on the CPU, of which rank r holds the r-th of `cp_size`
+    equal parts; or it is the placement of another plan, which may have padding. `keys` as in `dispatch_together`.
+    Chunks are those of the placement, or as large as the stretches of ascending tokens allow.
 
-    Args:
-        masks: each over the whole sequence, in its own order.
-        cp_size: number of ranks, of which the length is a multiple.
-        permutation: which token of the sequence lies where, int64 `[seqlen]` on the CPU; or the placement of another
-            plan, which may have padding.
-        keys: as in `dispatch_together`.
-
-    Returns:
-        A `Dispatch` for each mask. Chunks are those of the placement, or as large as the stretches of ascending tokens
-        allow.
-
-    Raises:
-        ValueError: if `permutation` is none, or has another length.
+    Raises ValueError if `permutation` is none, or has another length.
     """
     seqlen = check_masks(masks, [1] * len(masks))
     _check_keys(masks, cp_size, keys)

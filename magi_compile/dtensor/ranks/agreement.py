@@ -117,19 +117,11 @@ def require_agreement(
     *,
     is_backward: bool = False,
 ) -> None:
-    """All ranks of `group` call it together before they move rows of `device`.
+    """All ranks of `group` call it together before they move rows of `device` for the attention `call`, or for its
+    backward, by the plan of `rank`; the group of that name moves gradients.
 
-    Args:
-        call: what this rank is about to do.
-        rank: whose plan it has.
-        group: the ranks.
-        reduce_group_name: name of the process group that moves gradients.
-        device: of q, k and v.
-        is_backward: whether it is the backward of that attention.
-
-    Raises:
-        ValueError: on every rank alike, if the ranks differ, or if a plan does not fit the group.
-        RuntimeError: if other ranks do not call it, or if it would have to ask while a graph is being captured.
+    Raises ValueError, on every rank alike, if the ranks differ, or if a plan does not fit the group, and RuntimeError
+    if other ranks do not call it, or if it would have to ask while a graph is being captured.
     """
     calls = _calls.get(group)
     if calls is None:

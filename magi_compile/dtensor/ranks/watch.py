@@ -106,18 +106,11 @@ class Aside:
 
 
 class Passes:
-    """The passes of one group that may still be under way; `error` is that of ranks that were late, if some were.
+    """The passes of one group, that of the name, which may still be under way; `error` is that of ranks that were late.
 
-    Args:
-        name: of the group.
-        rank: this rank.
-        timeout: gives that of the group, in seconds.
-        roll_call: among its ranks.
-        release: lets go what waits on the device for other ranks; called again until nothing waits.
-        clock: gives seconds.
-        raise_in: raises an error in a thread, as `raise_in_thread`.
-        end: ends the process, as `end_process`.
-        aside: calls the driver.
+    `timeout` gives that of the group, and `clock` the time, in seconds. `release` lets go what waits on the device for
+    other ranks; it is called again until nothing waits. `raise_in` and `end` are as `raise_in_thread` and
+    `end_process`, and `aside` calls the driver.
     """
 
     def __init__(
