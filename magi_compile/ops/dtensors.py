@@ -68,19 +68,11 @@ def are_distributed(q: Any, k: Any, v: Any) -> bool:
 def shards_of(
     tensors: Mapping[str, Any], layout: Layout, tokens_over: list[int] | None = None
 ) -> Shards:
-    """The local tensors of q, k and v, whose names are those of an error.
+    """The local tensors of q, k and v, in this order and by the names that errors have for them, and where they lie in
+    the whole ones. `tokens_over` are the ranks that share the tokens by a plan; None where every rank has all tokens.
 
-    Args:
-        tensors: q, k and v, in this order.
-        layout: their dimensions.
-        tokens_over: the ranks that share the tokens by a plan; None where every rank has all tokens.
-
-    Returns:
-        The local tensors, and where they lie in the whole ones.
-
-    Raises:
-        TypeError: not all are DTensors.
-        ValueError: meshes or placements do not fit; the message says what to redistribute.
+    Raises TypeError if not all are DTensors, and ValueError if meshes or placements do not fit; the message says what
+    to redistribute.
     """
     from torch.distributed.tensor import DTensor, Partial
 

@@ -176,13 +176,8 @@ def require_equal_tokens(checksum: int, group: dist.ProcessGroup) -> None:
     it.
     """
     calls = _calls.setdefault(group, _Calls())
-    try:
-        arrived = _between_hosts(bytearray(_CHECKSUM.pack(checksum)), calls, group)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"all ranks of `group` must take a batch together, but rank {group.rank()} has not heard of "
-            f"{_silent(error)}, which does something else, or has ended: {error}"
-        ) from error
+    words = ("take a batch", ", which does something else")
+    arrived = _between_hosts(bytearray(_CHECKSUM.pack(checksum)), calls, group, *words)
     every = [_CHECKSUM.unpack(x)[0] for x in arrived]
     if different := [rank for rank, x in enumerate(every) if x != every[0]]:
         raise ValueError(
@@ -201,33 +196,42 @@ def _exchange(
             "warm-up step before the capture"
         )
     *numbers, call = mine
-    try:
-        arrived = _between_hosts(bytearray(_FORMAT.pack(*numbers, *call)), calls, group)
-    except RuntimeError as error:
-        what = "backward" if mine.is_backward else "forward"
-        raise RuntimeError(
-            f"all ranks of `group` must call the same attention together, but rank {group.rank()} has not heard of "
-            f"{_silent(error)} in a {what}, which has called something else, or has ended: {error}"
-        ) from error
+    what = "backward" if mine.is_backward else "forward"
+    words = ("call the same attention", f" in a {what}, which has called something else")
+    said = bytearray(_FORMAT.pack(*numbers, *call))
+    arrived = _between_hosts(said, calls, group, *words)
     unpacked = [_FORMAT.unpack(x) for x in arrived]
     return [_Said(x[0], x[1], x[2], x[3], Agreement(*x[4:])) for x in unpacked]
 
 
-def _between_hosts(said: bytearray, calls: _Calls, group: dist.ProcessGroup) -> list[bytes]:
-    """Messages of one length from all ranks, in their order."""
+def _between_hosts(
+    said: bytearray, calls: _Calls, group: dist.ProcessGroup, must: str, silent: str
+) -> list[bytes]:
+    """Messages of one length from all ranks, in their order; an error says what ranks `must` do together, and what one
+    that is `silent` does."""
     calls.exchanges += 1
-    if "cpu:" not in dist.get_backend_config(group):
+    try:
+        if "cpu:" in dist.get_backend_config(group):
+            return _exchange_by_gather(said, calls.exchanges, group)
         if calls.store is None:
             calls.store = _store_of(group)
         return _exchange_by_store(bytes(said), calls.exchanges, group, calls.store)
+    except RuntimeError as error:
+        ranks = error.ranks if isinstance(error, _SilentRanksError) else ()
+        whom = " and ".join(f"rank {rank}" for rank in ranks) or "another rank"
+        raise RuntimeError(
+            f"all ranks of `group` must {must} together, but rank {group.rank()} has not heard of {whom}{silent}, or "
+            f"has ended: {error}"
+        ) from error
+
+
+def _exchange_by_gather(said: bytearray, number: int, group: dist.ProcessGroup) -> list[bytes]:
     packed = torch.frombuffer(said, dtype=torch.uint8)
     every = [torch.empty_like(packed) for _ in range(group.size())]
     try:
         dist.all_gather(every, packed, group)
     except RuntimeError as error:
-        raise _SilentRanksError(
-            _who_is_silent(bytes(said), calls.exchanges, group), error
-        ) from error
+        raise _SilentRanksError(_who_is_silent(bytes(said), number, group), error) from error
     return [bytes(x.tolist()) for x in every]
 
 
@@ -237,12 +241,6 @@ class _SilentRanksError(RuntimeError):
     def __init__(self, ranks: Sequence[int], error: RuntimeError):
         super().__init__(str(error))
         self.ranks = ranks
-
-
-def _silent(error: RuntimeError) -> str:
-    """The ranks that an error of `_between_hosts` is about."""
-    ranks = error.ranks if isinstance(error, _SilentRanksError) else ()
-    return " and ".join(f"rank {rank}" for rank in ranks) if ranks else "another rank"
 
 
 def _key(number: int, rank: int) -> str:

@@ -105,7 +105,9 @@ class SequencePlan(SpreadTokens):
             pairs, area = where.total * where.keys.total, slices.area()
             self.is_full = area == pairs
             is_half = not self.is_cross and area == (pairs + where.total) // 2
-            self.is_causal = is_half and _is_causal(slices)
+            if is_half:
+                causal = AttnSlices.causal(slices.seqlen_q)
+                self.is_causal = slices.content_key() == causal.content_key()
             self._slices = self._spread(slices)
         self._planned, self._cost, self._of_unknown = planned, host.cost, host.of_unknown
         self._entries = planned.entries
@@ -341,7 +343,3 @@ class SequencePlan(SpreadTokens):
         out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
         by_entry = (None if x is None else x.unflatten(0, (batch, nheads)) for x in rows)
         return AttnOutput(*as_dtensors(shards, layout, out, *by_entry))
-
-
-def _is_causal(slices: AttnSlices) -> bool:
-    return slices.content_key() == AttnSlices.causal(slices.seqlen_q).content_key()
