@@ -14,16 +14,16 @@ if TYPE_CHECKING:
         context_parallel_shard,
         context_parallel_unshard,
     )
-    from magi_compile.dtensor.make_plan import HostPlan, plan, plan_ahead
+    from magi_compile.dtensor.context.style import ContextParallel
     from magi_compile.dtensor.planning.cost import CostModel
     from magi_compile.dtensor.planning.rank_plan import (
         ContextParallelOptions,
         plan_rank,
         plan_rank_ahead,
     )
-    from magi_compile.dtensor.sequence_plan import SequencePlan
-    from magi_compile.dtensor.spread_tokens import SpreadTokens
-    from magi_compile.dtensor.style import ContextParallel
+    from magi_compile.dtensor.sequence.make_plan import HostPlan, plan, plan_ahead
+    from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
+    from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens
     from magi_compile.dtensor.tools.calibrate import calibrate
 
 __all__ = [
@@ -46,19 +46,19 @@ __all__ = [
 
 # Where each public name lives; resolved at first use.
 _HOMES = {
-    "ContextParallel": "style",
+    "ContextParallel": "context.style",
     "ContextParallelOptions": "planning.rank_plan",
     "CostModel": "planning.cost",
-    "HostPlan": "make_plan",
-    "SequencePlan": "sequence_plan",
-    "SpreadTokens": "spread_tokens",
+    "HostPlan": "sequence.make_plan",
+    "SequencePlan": "sequence.sequence_plan",
+    "SpreadTokens": "sequence.spread_tokens",
     "calibrate": "tools.calibrate",
     "context_parallel": "context.block",
     "context_parallel_attention": "attention",
     "context_parallel_shard": "context.block",
     "context_parallel_unshard": "context.block",
-    "plan": "make_plan",
-    "plan_ahead": "make_plan",
+    "plan": "sequence.make_plan",
+    "plan_ahead": "sequence.make_plan",
     "plan_rank": "planning.rank_plan",
     "plan_rank_ahead": "planning.rank_plan",
 }

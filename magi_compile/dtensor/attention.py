@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
+from magi_compile.dtensor.call import ops as _ops  # noqa: F401  the ops exist once it is imported
+from magi_compile.dtensor.call.scores import attention_in_graph, read_score_mod
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.dtensor.scores import attention_in_graph, read_score_mod
 from magi_compile.dtensor.transport.collectives import CollectiveName, check_collective
 from magi_compile.kernels.base import KernelName
 from magi_compile.masks.arguments import check_count, check_flag
@@ -21,11 +21,10 @@ from magi_compile.ops.attention import AttnOutput
 from magi_compile.ops.dtensors import (
     PACKED,
     are_distributed,
+    as_dtensors,
     shards_of,
     share_of,
     shifted_score_mod,
-    wrapped,
-    wrapped_rows,
 )
 from magi_compile.ops.validation import as_autocast, check_options, check_qkv
 
@@ -89,23 +88,11 @@ def context_parallel_attention(
     """
     name = _name_of(group, "group")
     q, k, v = as_autocast(q, k, v)
+    shards = None
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
-        share = share or share_of(shards)
-        out, *rows = context_parallel_attention(
-            *(*shards[:3], plan, name),
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            kernel=kernel,
-            collective=collective,
-            reduce_group=reduce_group,
-            batch_entries=batch_entries,
-            return_max_scores=return_max_scores,
-            score_mod=shifted_score_mod(score_mod, shards),
-            share=share,
-        )
-        of_heads = [wrapped_rows(x, shards, PACKED) for x in rows]
-        return AttnOutput(wrapped(out, shards), *of_heads)  # type: ignore[arg-type]
+        q, k, v = shards[:3]
+        share, score_mod = share or share_of(shards), shifted_score_mod(score_mod, shards)
     numbers = (softmax_scale, softcap, batch_entries, return_max_scores, kernel, collective)
     _check(q, k, v, plan, numbers, share)
     if softmax_scale is None:
@@ -124,16 +111,17 @@ def context_parallel_attention(
                 *(q, k, v, plan, softmax_scale, score_mod, chosen, batch_entries, list(share)),
                 return_max_scores=return_max_scores,
             )
-            return AttnOutput(*found)
+            return AttnOutput(*as_dtensors(shards, PACKED, *found))
         factors, scored = read_score_mod(score_mod, q.device)
         softmax_scale, softcap = softmax_scale * factors.scale, factors.softcap
     if scored is not None or share or return_max_scores:
         of_score = (None, None, "", None) if scored is None else scored
-        rest = short((batch_entries, return_max_scores, *of_score, list(share)), 1)
+        rest = short((batch_entries, *of_score, list(share), return_max_scores), 1)
     out, lse, max_scores = torch.ops.magi.cp_attention(
         *(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen), *rest
     )
-    return AttnOutput(out, lse, max_scores if return_max_scores else None)
+    of_rows = (lse, max_scores if return_max_scores else None)
+    return AttnOutput(*as_dtensors(shards, PACKED, out, *of_rows))
 
 
 @torch.compiler.assume_constant_result
@@ -154,38 +142,20 @@ def _check(
     share: Sequence[int],
 ) -> None:
     """Raises if arguments do not fit each other; asked once for arguments of such shapes."""
-    if torch.compiler.is_compiling():
-        _check_anew(q, k, v, plan, numbers, share)
-        return
-    tensors = [q, k, v]
-    if isinstance(plan, PlanTensors):
-        tensors += plan
+    tensors = (q, k, v, *plan) if isinstance(plan, PlanTensors) else (q, k, v)
     kind: Hashable = None
-    if all([isinstance(x, Tensor) for x in tensors]) and not any([x.is_nested for x in tensors]):
+    if not torch.compiler.is_compiling() and all(
+        [isinstance(x, Tensor) and not x.is_nested for x in tensors]
+    ):
         of_tensors = [(x.shape, x.dtype, x.device, x.layout) for x in tensors[:3]]
         places = [x.device for x in tensors[3:]]
         # 1, 1.0 and True are equal, and not equally welcome.
         kind = (*of_tensors, *places, type(plan), *numbers, *map(type, numbers), tuple(share))
-    try:
-        if kind is not None and kind in _fitting:
-            return
-    except TypeError:  # something that cannot be hashed, which is not welcome either
-        kind = None
-    _check_anew(q, k, v, plan, numbers, share)
-    if kind is not None:
-        if len(_fitting) >= _MOST_FITTING:
-            _fitting.clear()
-        _fitting.add(kind)
-
-
-def _check_anew(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PlanTensors,
-    numbers: tuple[Any, ...],
-    share: Sequence[int],
-) -> None:
+        try:
+            if kind in _fitting:
+                return
+        except TypeError:  # something that cannot be hashed, which is not welcome either
+            kind = None
     check_qkv(q, k, v, "[seqlen_local, nheads, head_dim]")
     if not isinstance(plan, PlanTensors):
         raise TypeError(
@@ -194,8 +164,7 @@ def _check_anew(
         )
     if plan.data.device != q.device:
         raise ValueError(
-            f"`plan` must be on the device of `q`, {q.device}, got {plan.data.device}; "
-            "take RankPlan.tensors(q.device)"
+            f"`plan` must be on the device of `q`, {q.device}, got {plan.data.device}; take RankPlan.tensors(q.device)"
         )
     if plan.meta.device.type != "cpu":
         raise ValueError(f"`plan.meta` must stay on the CPU, got {plan.meta.device}")
@@ -210,6 +179,10 @@ def _check_anew(
             "`share` must be the first batch entry, the first head, and the numbers of both on all ranks, or empty, "
             f"got {list(share)}"
         )
+    if kind is not None:
+        if len(_fitting) >= _MOST_FITTING:
+            _fitting.clear()
+        _fitting.add(kind)
 
 
 def _name_of(group: Any, argument: str) -> str:

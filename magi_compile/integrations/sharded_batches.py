@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.agreement import checksum_of
-from magi_compile.dtensor.make_plan import HostPlan, plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
+from magi_compile.dtensor.ranks.agreement import checksum_of
+from magi_compile.dtensor.sequence.make_plan import HostPlan, plan
 from magi_compile.integrations.packed_documents import starts_of_documents
 from magi_compile.integrations.transformers import masks_of_layers
 from magi_compile.masks import AttnSlices

@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import and_masks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from magi_compile.dtensor.make_plan import plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
-from magi_compile.dtensor.sequence_plan import SequencePlan
+from magi_compile.dtensor.sequence.make_plan import plan
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
 from magi_compile.kernels.heuristics import slice_capacity
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.program.read import trace_mask_mod

@@ -44,8 +44,8 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 from transformers import Trainer
 
-from magi_compile.dtensor.agreement import require_equal_tokens
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
+from magi_compile.dtensor.ranks.agreement import require_equal_tokens
 from magi_compile.integrations.sharded_batches import (
     CHANGING_ROPES,
     COUNT,

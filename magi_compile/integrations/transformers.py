@@ -27,7 +27,7 @@ from magi_compile import _compat
 from magi_compile._warnings import warn_once
 from magi_compile.dtensor.context.attention import attend_by
 from magi_compile.dtensor.context.positions import is_over_ranks, with_given_positions
-from magi_compile.dtensor.sequence_plan import SpreadMask
+from magi_compile.dtensor.sequence.sequence_plan import SpreadMask
 from magi_compile.integrations.packed_documents import (
     MaskFunction,
     are_of_rows,

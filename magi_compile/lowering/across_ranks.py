@@ -134,7 +134,7 @@ def emit_across_ranks(
         torch.ops.magi.cp_attention.default,
         *(*rows, plan.meta, plan.data, scale, scores.factors.softcap),
         *(plan.kernel, plan.collective, plan.group_name, plan.reduce_group_name),
-        *(batch, has_max_scores, tables, symbols, text, places, list(plan.share)),
+        *(batch, tables, symbols, text, places, list(plan.share), has_max_scores),
     )
     out = emit.call(operator.getitem, result, 0)
     out = emit.call(torch.reshape, out, (seqlen, batch, nheads, int(value_of(out).shape[2])))

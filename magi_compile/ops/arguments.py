@@ -9,22 +9,13 @@ from torch import Tensor
 
 
 class Numbering(NamedTuple):
-    """The numbering of packed rows, for score programs and for tensors by entries of the batch.
+    """The numbering of packed rows, for score programs and for tensors by entries of the batch."""
 
-    Attributes:
-        batch: number of batch entries.
-        nheads: of queries.
-        seqlen_q: rows of a batch entry.
-        seqlen_k: keys of a batch entry.
-        by_head: whether each head is a batch entry of its own: packed rows have one head, and row r is of
-            `r // seqlen_q`, which is `b * nheads + h`.
-    """
-
-    batch: int
-    nheads: int
-    seqlen_q: int
-    seqlen_k: int
-    by_head: int
+    batch: int  # number of batch entries
+    nheads: int  # of queries
+    seqlen_q: int  # rows of a batch entry
+    seqlen_k: int  # keys of a batch entry
+    by_head: int  # each head is a batch entry: packed rows have one head, row r is of `r // seqlen_q = b * nheads + h`
 
     @classmethod
     def of(cls, numbering: Sequence[int] | None) -> Numbering:
@@ -36,75 +27,44 @@ class Numbering(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The arguments of the ops behind their tensors, in the order of their schemas.
+    """The arguments of the ops behind their tensors, in the order of the forward's schema, and the two of a backward
+    alone."""
 
-    Attributes:
-        slices: q_ranges, k_ranges and mask_types, or nothing where the plan says all.
-        plan: packed, or nothing where the op is to find it.
-        softmax_scale: factor of the scores.
-        softcap: 0.0 for none.
-        kernel: its name; "" where the op is to choose.
-        bits: the bit blocks of the slices.
-        tables: the tensors that the score program captures.
-        symbols: the ints that it captures.
-        score: the text of the score program; "" for none.
-        numbering: see `Numbering`; empty where neither a score program nor `by_entry` needs it.
-        by_entry: whether out is `[batch, nheads, seqlen_q, head_dim_v]`; q, k and v are then like that, or packed.
-        return_max_scores: whether the largest score of each row is asked for.
-    """
-
-    slices: Sequence[Tensor]
-    plan: Sequence[Tensor]
+    slices: Sequence[
+        Tensor
+    ]  # q_ranges, k_ranges and mask_types, or nothing where the plan says all
+    plan: Sequence[Tensor]  # packed, or nothing where the op is to find it
     softmax_scale: float
-    softcap: float
-    kernel: str
-    bits: Tensor | None = None
-    tables: Sequence[Tensor] | None = None
-    symbols: Sequence[int] = ()
-    score: str = ""
-    numbering: Sequence[int] = ()
+    softcap: float  # 0.0 for none
+    kernel: str  # "" where the op is to choose
+    bits: Tensor | None = None  # the bit blocks of the slices
+    tables: Sequence[Tensor] | None = None  # that the score program captures
+    symbols: Sequence[int] = ()  # likewise
+    score: str = ""  # the text of the score program
+    numbering: Sequence[
+        int
+    ] = ()  # see `Numbering`; empty where neither a score program nor `by_entry` needs it
+    # Out is `[batch, nheads, seqlen_q, head_dim_v]`; q, k and v are then like that, or packed.
     by_entry: bool = False
     return_max_scores: bool = False
+    deterministic: bool = False  # results have to repeat bit for bit
+    wanted: Sequence[int] = ()  # the numbers of the captured tensors whose gradients are asked for
+
+    @classmethod
+    def of_backward(cls, *given: Any) -> AttentionOptions:
+        """The arguments of a backward of packed tensors: `deterministic` behind the kernel, and `wanted` in the place
+        of `by_entry`."""
+        options = cls(*given[:5], *given[6:])
+        wanted: Any = options.by_entry
+        return options._replace(by_entry=False, deterministic=given[5], wanted=wanted or ())
 
     def short(self) -> tuple[Any, ...]:
-        """These arguments without the last ones that say nothing: each costs time in every call."""
-        return _short(self)
+        """Those of a forward, without the last ones that say nothing: each costs time in every call."""
+        return short(self[:12], 5)
 
-
-class AttentionBackwardOptions(NamedTuple):
-    """The arguments of the backward behind its tensors, in the order of its schema; see `AttentionOptions`.
-
-    Attributes:
-        deterministic: whether results have to repeat bit for bit.
-        wanted: the numbers of the captured tensors whose gradients are asked for.
-    """
-
-    slices: Sequence[Tensor]
-    plan: Sequence[Tensor]
-    softmax_scale: float
-    softcap: float
-    kernel: str
-    deterministic: bool
-    bits: Tensor | None = None
-    tables: Sequence[Tensor] | None = None
-    symbols: Sequence[int] = ()
-    score: str = ""
-    numbering: Sequence[int] = ()
-    wanted: Sequence[int] = ()
-
-    @property
-    def of_forward(self) -> AttentionOptions:
-        """The options of the forward that it belongs to, of packed tensors."""
-        common = {x: getattr(self, x) for x in AttentionOptions._fields if x in self._fields}
-        return AttentionOptions(**common)
-
-    def short(self) -> tuple[Any, ...]:
-        """As `AttentionOptions.short`."""
-        return _short(self)
-
-
-def _short(options: AttentionOptions | AttentionBackwardOptions) -> tuple[Any, ...]:
-    return short(options, len(options) - len(options._field_defaults))
+    def short_of_backward(self) -> tuple[Any, ...]:
+        """Those of a backward, likewise."""
+        return short((*self[:5], self.deterministic, *self[5:10], self.wanted), 6)
 
 
 def short(arguments: Sequence[Any], least: int) -> tuple[Any, ...]:

@@ -28,11 +28,10 @@ from magi_compile.ops.dtensors import (
     PACKED,
     PADDED,
     are_distributed,
+    as_dtensors,
     block_mask_of,
     shards_of,
     shifted_score_mod,
-    wrapped,
-    wrapped_rows,
 )
 from magi_compile.ops.layout import by_entries, in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
@@ -129,18 +128,18 @@ def flex_flash_attention(
         return handle(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[no-any-return]
     if (over_ranks := replacements()) is not None:
         return over_ranks.flex_flash_attention(q, k, v, slices, **given)  # type: ignore[no-any-return]
+    shards = None
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)
-        out, *rows = flex_flash_attention(*shards[:3], slices, **given)
-        of_heads = [wrapped_rows(x, shards, PACKED) for x in rows]
-        return AttnOutput(wrapped(out, shards), *of_heads)  # type: ignore[arg-type]
+        q, k, v = shards[:3]
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
     rest = (slices, softmax_scale, softcap, kernel or "")
-    return _attend(q, k, v, *rest, return_max_scores=return_max_scores)
+    output = _attend(q, k, v, *rest, return_max_scores=return_max_scores)
+    return AttnOutput(*as_dtensors(shards, PACKED, *output))
 
 
 def _kernel_of_eager_call(problem: AttnProblem, scored: _Scored | None = None) -> str:
@@ -375,10 +374,9 @@ def flex_attention(
     check_options("scale", scale)
     if query.is_meta or _compat.is_traced(query):
         raise NotImplementedError(
-            "`query` must have values, because eager code looks at those of the mask, got "
-            f"{type(query).__name__} on {query.device}; trace "
-            "it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices made "
-            "outside of the trace"
+            f"`query` must have values, because eager code looks at those of the mask, got {type(query).__name__} on "
+            f"{query.device}; trace it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices "
+            "made outside of the trace"
         )
     return_max_scores = asks_for_max_scores(return_lse, return_aux)
     score, program = _read_score_mod(score_mod, query.device)
@@ -456,12 +454,11 @@ def _of_dtensors(
     block_mask = block_mask_of(block_mask, shards)
     result = flex_attention(*shards[:3], score_mod, block_mask, **others)
     if isinstance(result, Tensor):
-        return wrapped(result, shards)
+        return as_dtensors(shards, PADDED, result)[0]
     out, second = result
-    out = wrapped(out, shards)
     if isinstance(second, Tensor):
-        return out, wrapped_rows(second, shards, PADDED)
-    of_rows = [wrapped_rows(x, shards, PADDED) for x in second]
+        return as_dtensors(shards, PADDED, out, second)
+    out, *of_rows = as_dtensors(shards, PADDED, out, *second)
     return out, type(second)(*of_rows)
 
 

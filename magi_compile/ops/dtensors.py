@@ -68,19 +68,11 @@ def are_distributed(q: Any, k: Any, v: Any) -> bool:
 def shards_of(
     tensors: Mapping[str, Any], layout: Layout, tokens_over: list[int] | None = None
 ) -> Shards:
-    """The local tensors of q, k and v, whose names are those of an error.
+    """The local tensors of q, k and v, in this order and by the names that errors have for them, and where they lie in
+    the whole ones. `tokens_over` are the ranks that share the tokens by a plan; None where every rank has all tokens.
 
-    Args:
-        tensors: q, k and v, in this order.
-        layout: their dimensions.
-        tokens_over: the ranks that share the tokens by a plan; None where every rank has all tokens.
-
-    Returns:
-        The local tensors, and where they lie in the whole ones.
-
-    Raises:
-        TypeError: not all are DTensors.
-        ValueError: meshes or placements do not fit; the message says what to redistribute.
+    Raises TypeError if not all are DTensors, and ValueError if meshes or placements do not fit; the message says what
+    to redistribute.
     """
     from torch.distributed.tensor import DTensor, Partial
 
@@ -89,9 +81,8 @@ def shards_of(
     for name, x in tensors.items():
         if not isinstance(x, DTensor):
             raise TypeError(
-                f"`{name}` must be a DTensor, as others of {', '.join(tensors)} are, got "
-                f"{type(x).__name__}; wrap it with "
-                "DTensor.from_local or distribute_tensor"
+                f"`{name}` must be a DTensor, as others of {', '.join(tensors)} are, got {type(x).__name__}; wrap it "
+                "with DTensor.from_local or distribute_tensor"
             )
     mesh = q.device_mesh
     for name, x in tensors.items():
@@ -131,23 +122,21 @@ def shards_of(
     return Shards(local_q, local_k, local_v, mesh, q.placements, entries, q_heads, whole)
 
 
-def wrapped(out: Tensor, shards: Shards) -> Tensor:
-    """The output as a DTensor, placed like q."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(out, shards.mesh, shards.placements, run_check=False)
-
-
-def wrapped_rows(x: Tensor | None, shards: Shards, layout: Layout) -> Tensor | None:
-    """Numbers of rows, as the log-sum-exp and the largest scores, as a DTensor; None stays None."""
-    if x is None:
-        return None
+def as_dtensors(
+    shards: Shards | None, layout: Layout, out: Tensor, *rows: Tensor | None
+) -> tuple[Any, ...]:
+    """The output, and numbers of rows as the log-sum-exp and the largest scores, as DTensors that are placed like q;
+    None stays None. Without shards all stay as they are."""
+    if shards is None:
+        return out, *rows
     from torch.distributed.tensor import DTensor, Shard
 
-    placements = [
-        Shard(layout.in_lse[p.dim]) if isinstance(p, Shard) else p for p in shards.placements
-    ]
-    return DTensor.from_local(x, shards.mesh, placements, run_check=False)
+    mesh, placements = shards.mesh, shards.placements
+    of_rows = [Shard(layout.in_lse[p.dim]) if isinstance(p, Shard) else p for p in placements]
+    made: list[Any] = [DTensor.from_local(out, mesh, placements, run_check=False)]
+    for x in rows:
+        made.append(x if x is None else DTensor.from_local(x, mesh, of_rows, run_check=False))
+    return tuple(made)
 
 
 # Placements
@@ -167,10 +156,7 @@ def _is_shard(placement: Any, dim: int | None) -> bool:
 
 
 def _check_query(
-    tensors: Mapping[str, Any],
-    layout: Layout,
-    dim: int,
-    tokens_over: list[int] | None,
+    tensors: Mapping[str, Any], layout: Layout, dim: int, tokens_over: list[int] | None
 ) -> None:
     name = next(iter(tensors))
     x = tensors[name]
@@ -203,9 +189,8 @@ def _check_query(
     elif not placement.is_replicate():
         entries = "" if layout.entries is None else f", Shard({layout.entries}), entries,"
         raise ValueError(
-            f"`{name}` must be Replicate(){entries} or Shard({layout.heads}), heads, on "
-            f"{_of_mesh(x, dim)}, got {_said(placement)}; "
-            f"{_redistribute(name, x, dim)}"
+            f"`{name}` must be Replicate(){entries} or Shard({layout.heads}), heads, on {_of_mesh(x, dim)}, got "
+            f"{_said(placement)}; {_redistribute(name, x, dim)}"
         )
 
 
@@ -218,9 +203,8 @@ def _check_keys(tensors: Mapping[str, Any], layout: Layout, dim: int) -> None:
         placement = x.placements[dim]
         if placement != k.placements[dim]:
             raise ValueError(
-                f"`{name}` must have the placement of `{k_name}` on {_of_mesh(x, dim)}, "
-                f"{_said(k.placements[dim])}, got {_said(placement)}; "
-                f"{_redistribute(name, x, dim, k.placements[dim])}"
+                f"`{name}` must have the placement of `{k_name}` on {_of_mesh(x, dim)}, {_said(k.placements[dim])}, "
+                f"got {_said(placement)}; {_redistribute(name, x, dim, k.placements[dim])}"
             )
         if placement == wanted:
             if _is_shard(placement, layout.heads):
@@ -229,15 +213,13 @@ def _check_keys(tensors: Mapping[str, Any], layout: Layout, dim: int) -> None:
             also = " or Replicate()" if _is_shard(wanted, layout.heads) else ""
             raise ValueError(
                 f"`{name}` must be {_said(wanted)}, as `{q_name}` is,{also} on {_of_mesh(x, dim)}, got "
-                f"{_said(placement)}; "
-                f"{_redistribute(name, x, dim, wanted)}"
+                f"{_said(placement)}; {_redistribute(name, x, dim, wanted)}"
             )
         # Heads are cut by the dimensions of the mesh from the left: keys by the first ones of those that cut queries.
         elif any(_is_shard(p, layout.heads) for p in x.placements[dim + 1 :]):
             raise ValueError(
-                f"`{name}` must be Shard({layout.heads}), heads, on {_of_mesh(x, dim)} too, since it "
-                "is that on a later "
-                f"dimension, got {_said(placement)}; {_redistribute(name, x, dim, wanted)}"
+                f"`{name}` must be Shard({layout.heads}), heads, on {_of_mesh(x, dim)} too, since it is that on a "
+                f"later dimension, got {_said(placement)}; {_redistribute(name, x, dim, wanted)}"
             )
 
 
@@ -249,9 +231,8 @@ def _check_divides(name: str, x: Any, dim: int, what: str) -> None:
     if x.shape[dim] % ranks:
         placements = ["Replicate()" if _is_shard(p, dim) else _said(p) for p in x.placements]
         raise ValueError(
-            f"`{name}` must have a multiple of {ranks} {what}, as many as ranks share them, got "
-            f"{shown(x.shape[dim])}; redistribute it, "
-            f"{name}.redistribute(placements=[{', '.join(placements)}])"
+            f"`{name}` must have a multiple of {ranks} {what}, as many as ranks share them, got {shown(x.shape[dim])}; "
+            f"redistribute it, {name}.redistribute(placements=[{', '.join(placements)}])"
         )
 
 

@@ -40,7 +40,7 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.plan import BlockMap, Plan, pack, unpack
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.arguments import AttentionBackwardOptions, AttentionOptions, Numbering, short
+from magi_compile.ops.arguments import AttentionOptions, Numbering, short
 from magi_compile.ops.define import define_differentiable, gradients
 from magi_compile.ops.layout import by_entries, packed
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
@@ -130,10 +130,9 @@ def _plan(
 # Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
 define_repeatable(
     _lib,
-    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt "
-    "total_k, ScalarType dtype, int nheads_q, "
-    "int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel, Tensor? "
-    "bits=None, bool has_score=False) -> Tensor[]",
+    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, ScalarType dtype, int "
+    "nheads_q, int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel, Tensor? bits=None, bool "
+    "has_score=False) -> Tensor[]",
     *(_plan, _plan),
 )
 
@@ -376,10 +375,10 @@ def _ffa_bwd(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raise_pending()
-    options, inputs = AttentionBackwardOptions(*rest), (q, k, v)
+    options, inputs = AttentionOptions.of_backward(*rest), (q, k, v)
     dout, q, k, v, out = _packed(options.numbering, dout, q, k, v, out)
     check_op_gradients(dout, dlse, q, k, v, out, lse)
-    kernel, problem, scaled, slices, plan, score = _prepared(options.of_forward, q, k, v)
+    kernel, problem, scaled, slices, plan, score = _prepared(options, q, k, v)
     sums = new_sums(options.tables or (), options.wanted or (), q)
     if score is not None and options.wanted:
         tables = options.tables or ()
@@ -444,12 +443,10 @@ def gradients_of_tables(
 
 def _ffa_bwd_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, q, k, v, _, _, *rest = args
-    options = AttentionBackwardOptions(*rest)
+    options = AttentionOptions.of_backward(*rest)
     rows = _packed(options.numbering, q, k, v)
     asked: Any = {"wanted": options.wanted or (), "deterministic": options.deterministic}
-    _begin(
-        options.of_forward, rows, lambda kernel, *of_call: kernel.begin_backward(*of_call, **asked)
-    )
+    _begin(options, rows, lambda kernel, *of_call: kernel.begin_backward(*of_call, **asked))
     grads = (_like(x, of_x.new_empty(of_x.shape)) for x, of_x in zip((q, k, v), rows, strict=True))
     dq, dk, dv = (x.new_empty_strided(x.shape, x.stride()) for x in grads)
     return dq, dk, dv, new_sums(options.tables or (), options.wanted or (), q)
@@ -499,18 +496,19 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = of_call
         if dout is None:
             dout = torch.zeros_like(out)
-        given = ctx.options
-        wanted = wanted_tables(given.score, ctx.needs_input_grad[4:])
-        # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        options = AttentionBackwardOptions(
-            *(slices, plan, given.softmax_scale, given.softcap, given.kernel, deterministic),
-            *(bits[0] if bits else None, tables, given.symbols, given.score, given.numbering),
-            wanted,
+        wanted = wanted_tables(ctx.options.score, ctx.needs_input_grad[4:])
+        options = ctx.options._replace(
+            slices=slices,
+            plan=plan,
+            bits=bits[0] if bits else None,
+            tables=tables,
+            # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            wanted=wanted,
         )
         tensors = (dout, dlse, q, k, v, out, lse)
         op = torch.ops.magi.ffa_bwd.default
-        dq, dk, dv, sums = gradients(op, *tensors, *options.short())
+        dq, dk, dv, sums = gradients(op, *tensors, *options.short_of_backward())
         return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 

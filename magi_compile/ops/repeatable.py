@@ -19,18 +19,13 @@ from magi_compile.ops.define import define
 
 
 class Repeatable(NamedTuple):
-    """The launcher's description of an op.
+    """The launcher's description of an op."""
 
-    Attributes:
-        arguments: a letter for each argument: T tensor, O optional tensor, L list of tensors, M optional list of
-            tensors, l list of numbers, s str, n number, bool, dtype or device.
-        results: L for a list of tensors, T for each tensor of a tuple.
-        dispatch_key: whose calls it takes over.
-    """
-
+    # A letter for each argument: T tensor, O optional tensor, L list of tensors, M optional list of tensors, l list of
+    # numbers, s str, n number, bool, dtype or device.
     arguments: str
-    results: str
-    dispatch_key: str
+    results: str  # L for a list of tensors, T for each tensor of a tuple
+    dispatch_key: str  # whose calls it takes over
 
 
 _LETTERS = {

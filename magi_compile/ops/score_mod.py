@@ -140,18 +140,9 @@ class _Unused:
 
 
 def trace_score_mod(score_mod: Callable[..., Any] | None, num_buffers: int = 0) -> ScoreMod:
-    """Reads `score_mod` as a scale and a soft-cap.
-
-    Args:
-        score_mod: `f(score, b, h, q_idx, kv_idx, *buffers)`, a function or an FX GraphModule, or None.
-        num_buffers: how many captured buffers an FX GraphModule takes after the indices.
-
-    Returns:
-        The factor of the scores and the soft-cap, 0.0 for none.
-
-    Raises:
-        UnsupportedScoreModError: the score_mod is anything else; the message says what it does.
-    """
+    """Reads `score_mod`, `f(score, b, h, q_idx, kv_idx, *buffers)`, as a scale and a soft-cap: a function, or an FX
+    GraphModule that takes `num_buffers` captured buffers after the indices, or None. Raises UnsupportedScoreModError if
+    it is anything else; the message says what it does."""
     if score_mod is None:
         return ScoreMod()
     if not callable(score_mod):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from magi_compile.ops.arguments import AttentionBackwardOptions, AttentionOptions
+from magi_compile.ops.arguments import AttentionOptions
 
 
 @cache
@@ -39,14 +39,14 @@ def register_rules() -> None:
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any
     ) -> list[Any]:
-        options = AttentionBackwardOptions(*rest)
+        options = AttentionOptions.of_backward(*rest)
         others = of_options(options)
         rules = [([replicated] * 4, of_backward(dlse, replicated, replicated) + others)]
         if may_divide(k, options.numbering):
             rules.append(([*[heads] * 3, replicated], of_backward(dlse, heads, first) + others))
         return rules
 
-    def of_options(options: AttentionOptions | AttentionBackwardOptions) -> list[Any]:
+    def of_options(options: AttentionOptions) -> list[Any]:
         """The placements of the tensors among them."""
         number = len(options.slices) + len(options.plan) + len(options.tables or ())
         return [replicated] * (number + (options.bits is not None))

@@ -14,17 +14,9 @@ from magi_compile.ops.validation import shown
 
 
 def out_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, *, heads_first: bool) -> Tensor:
-    """The output of attention with sinks, from that of attention without.
-
-    Args:
-        out: `[rows, nheads_q, head_dim_v]`, or, with `heads_first`, `[..., nheads_q, rows, head_dim_v]`.
-        lse: `[..., nheads_q, rows]`, fp32, without sinks; -inf for rows that see nothing.
-        sinks: `[nheads_q]`; -inf where a head has none.
-        heads_first: whether heads come before rows in `out`.
-
-    Returns:
-        A tensor like `out`.
-    """
+    """The output of attention with `sinks [nheads_q]`, -inf where a head has none, from that of attention without:
+    `[rows, nheads_q, head_dim_v]`, or, with `heads_first`, `[..., nheads_q, rows, head_dim_v]`. `lse`, fp32 `[...,
+    nheads_q, rows]`, is that without sinks, -inf for rows that see nothing."""
     lowest = torch.finfo(torch.float32).min  # -inf - -inf is not a number
     kept = torch.sigmoid(lse - sinks.float().clamp(min=lowest)[:, None])
     return (out * (kept if heads_first else kept.mT)[..., None]).to(out.dtype)

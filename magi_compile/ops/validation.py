@@ -27,9 +27,8 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
     check_qkv(q, k, v)
     if not isinstance(slices, AttnSlices):
         raise TypeError(
-            f"`slices` must be AttnSlices, got {type(slices).__name__}; make them with "
-            "AttnSlices.from_lists(q_ranges, k_ranges, "
-            "mask_types), AttnSlices.causal(total) or AttnSlices.from_cu_seqlens(cu_seqlens)"
+            f"`slices` must be AttnSlices, got {type(slices).__name__}; make them with AttnSlices.from_lists(q_ranges, "
+            "k_ranges, mask_types), AttnSlices.causal(total) or AttnSlices.from_cu_seqlens(cu_seqlens)"
         )
     if (slices.seqlen_q, slices.seqlen_k) != (q.shape[0], k.shape[0]):
         raise ValueError(
@@ -129,8 +128,7 @@ def check_padded_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     _check_heads("query", query, "key", key)
     if differ(value.shape[1], key.shape[1]) or differ(value.shape[2], key.shape[2]):
         raise ValueError(
-            f"`value` must have the heads and length of `key`, {shown(key.shape[1:3])}, "
-            f"got {shown(value.shape[1:3])}"
+            f"`value` must have the heads and length of `key`, {shown(key.shape[1:3])}, got {shown(value.shape[1:3])}"
         )
 
 
@@ -166,14 +164,12 @@ def refuse_transforms(*tensors: Tensor) -> None:
     if _compat.has_tangents(tensors):
         raise NotImplementedError(
             "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, "
-            "torch.autograd.forward_ad); use backward, or "
-            "torch.autograd.grad"
+            "torch.autograd.forward_ad); use backward, or torch.autograd.grad"
         )
     if _compat.is_transformed(tensors):
         raise NotImplementedError(
             "attention has no rules for the transforms of torch.func (grad, vjp, jacrev, vmap); use "
-            "torch.autograd.grad for gradients, "
-            "and in place of vmap make the mapped dimension part of the batch"
+            "torch.autograd.grad for gradients, and in place of vmap make the mapped dimension part of the batch"
         )
 
 
@@ -287,8 +283,7 @@ def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None
     check_block_lists([block_mask.kv_num_blocks], query)
     if block_mask.kv_num_blocks.device != query.device:
         raise ValueError(
-            f"`block_mask` must be on the device of `query`, {query.device}, "
-            f"got {block_mask.kv_num_blocks.device}"
+            f"`block_mask` must be on the device of `query`, {query.device}, got {block_mask.kv_num_blocks.device}"
         )
 
 

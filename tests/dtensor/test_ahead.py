@@ -15,11 +15,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask
 
 from magi_compile import _compat
-from magi_compile.dtensor import ahead as of_ranks
-from magi_compile.dtensor import execution
 from magi_compile.dtensor import plan as plan_sequence
-from magi_compile.dtensor.asked import Asked
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.call import ahead as of_ranks
+from magi_compile.dtensor.call import execution
+from magi_compile.dtensor.call.asked import Asked
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
 from magi_compile.kernels.sm90 import kernel as hopper
 from magi_compile.kernels.sm90.runtime import ahead
@@ -84,7 +84,7 @@ def run_ops(
     options = (like(plan.meta), like(plan.data), scale, softcap, *names, batch)
     of_score = ([like(torch.zeros(4))], [], score, [-1, -1]) if score else ()
     more = of_score or (None, None, "", None)
-    out, lse, _ = torch.ops.magi.cp_ffa_fwd(q, k, v, *options, largest, *more, None)
+    out, lse, _ = torch.ops.magi.cp_ffa_fwd(q, k, v, *options, *more, None, largest)
     torch.ops.magi.cp_ffa_bwd(out, None, q, k, v, out, lse, *options, *more, None, list(wanted))
 
 
@@ -97,7 +97,7 @@ def idle_ranks(begun, loaded):
     ):
         patch.setattr(ahead, "begin", begun.extend)
         patch.setattr(_compat, "is_in_use", lambda device: True)
-        patch.setattr(execution, "_device_plans", OrderedDict())
+        patch.setattr(execution._device_plans, "plans", OrderedDict())
         hopper._begin_backward.cache_clear()
         of_ranks.forget()
         yield
@@ -197,16 +197,16 @@ def test_calls_and_plans_of_another_time(monkeypatch):
     device, begun = torch.device("cpu"), []
     numbers = ((2, 2, 64, 64), 0.125, 0.0, hopper_on_cpus.KERNEL, 1, False, SCORE)
     tables = ((torch.float32, 1),)
-    asked = Asked(device, torch.bfloat16, *numbers, tables, True, (), deterministic=True)
-    plan = plan_rank(packs(), 2, 0, STAGES)
+    asked = Asked(device, torch.bfloat16, *numbers, tables, (0,), (), True, is_backward=True)
+    plan, other = (plan_rank(packs(), 2, 0, x) for x in (STAGES, ONE_CALL))
     monkeypatch.setattr(_compat, "is_in_use", lambda device: True)
-    monkeypatch.setattr(of_ranks, "_begin", lambda call, plan: begun.append(call.asked))
+    monkeypatch.setattr(of_ranks, "_begin", lambda call, plan: begun.append(call))
     of_ranks.forget()
-    of_ranks.begin_call(asked, is_backward=True, wanted=[0])
-    of_ranks.begin_plan(plan, 1024, device, is_early=False)
+    of_ranks.begin_call(asked)
+    of_ranks.begin_plan(plan, device)
     assert not begun
     with deterministic_algorithms():
-        of_ranks.begin_plan(plan, 512, device, is_early=False)
+        of_ranks.begin_plan(other, device)
     assert begun == [asked]
     of_ranks.forget()
 

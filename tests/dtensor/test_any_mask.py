@@ -15,14 +15,14 @@ import magi_compile
 from magi_compile.dtensor import (
     ContextParallelOptions,
     context_parallel,
-    execution,
-    make_plan,
     plan,
 )
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.call import execution
+from magi_compile.dtensor.call.scores import read_score_mod
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.dtensor.scores import read_score_mod
+from magi_compile.dtensor.sequence import make_plan
 from magi_compile.kernels.select import KERNELS
 from magi_compile.lowering.backend import make_backend
 from magi_compile.ops.sinks import lse_with_sinks, out_with_sinks
@@ -721,10 +721,10 @@ def run_opcheck(group):
     slopes = torch.full((HEADS,), 0.1, requires_grad=True)
     _, score = read_score_mod(lambda s, b, h, q, kv: s + slopes[h] * (kv - q), q.device)
     common = (p.meta, p.data, 0.3, 0.0, "cpu", "auto", *[group.group_name] * 2, 2)
-    torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *common, True, *score))
+    torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *common, *score, None, True))
     q, k, v = (x.detach() for x in (q, k, v))
     _, score = read_score_mod(lambda s, b, h, q, kv: s + slopes.detach()[h] * (kv - q), q.device)
-    torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *common, True, *score))
+    torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *common, *score, None, True))
     lse = torch.randn(HEADS, S)
     wanted = {"wanted": [i for i, x in enumerate(score.tables) if x.is_floating_point()]}
     backward = (q, lse, q, k, v, q, lse, *common, *score)

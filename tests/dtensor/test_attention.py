@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.call.execution import unpack
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
@@ -151,7 +152,7 @@ def run_opcheck(group):
     k, v = (torch.randn(64, 2, 8, requires_grad=True) for _ in range(2))
     arguments = (*plan, 0.3, 0.0, "cpu", "auto", *[group.group_name] * 2)
     torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *arguments))
-    with_max_scores = (*arguments, 2, True)
+    with_max_scores = (*arguments, 2, None, None, "", None, None, True)
     torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *with_max_scores))
     q, k, v = (x.detach() for x in (q, k, v))
     torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *arguments))
@@ -195,7 +196,7 @@ def test_equal_inputs_give_equal_bits(ranks_of):
 
 def run_until_a_rank_dies(group):
     plan = plan_rank(AttnSlices.full(64), group.size(), group.rank(), OPTIONS).tensors("cpu")
-    x = torch.randn(plan.meta[3].item(), 2, 8)
+    x = torch.randn(unpack(*plan).rows, 2, 8)
     context_parallel_attention(x, x, x, plan, group)
     if group.rank() == 1:
         os._exit(1)
@@ -213,7 +214,7 @@ def test_a_dead_rank_is_an_error_on_the_others():
 
 def run_until_a_rank_hangs(group):
     plan = plan_rank(AttnSlices.full(64), group.size(), group.rank(), OPTIONS).tensors("cpu")
-    x = torch.randn(plan.meta[3].item(), 2, 8)
+    x = torch.randn(unpack(*plan).rows, 2, 8)
     begin = time.monotonic()
     if group.rank() == 1:
         time.sleep(2 * SHORT.total_seconds())

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.backward import backward
-from magi_compile.dtensor.execution import Execution, Prepared, unpack
-from magi_compile.dtensor.forward import forward
-from magi_compile.dtensor.make_plan import plan, plan_ahead
+from magi_compile.dtensor.call.backward import backward
+from magi_compile.dtensor.call.execution import Execution, Prepared, unpack
+from magi_compile.dtensor.call.forward import forward
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
+from magi_compile.dtensor.sequence.make_plan import plan, plan_ahead
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, HIERARCHICAL, select
 from magi_compile.kernels import select as kernels
 from magi_compile.kernels.base import Grads, Saved

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi_compile.dtensor.backward import backward
-from magi_compile.dtensor.execution import Execution, Prepared, unpack
-from magi_compile.dtensor.forward import forward
+from magi_compile.dtensor.call.backward import backward
+from magi_compile.dtensor.call.execution import Execution, Prepared, unpack
+from magi_compile.dtensor.call.forward import forward
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.all_to_all import AllToAll
 from magi_compile.kernels.base import AttnProblem, Grads, Saved

@@ -624,7 +624,7 @@ def run_ops_across_ranks(group):
         for x, y in zip(by_function[:2], found, strict=True):
             assert x.placements == y.placements
             torch.testing.assert_close(x.to_local(), y.to_local())
-    with_max = torch.ops.magi.cp_attention(*inputs, meta, data, *options, 1, True)
+    with_max = torch.ops.magi.cp_attention(*inputs, meta, data, *options, return_max_scores=True)
     assert with_max[2].placements == with_max[1].placements == found[1].placements
     # On the wrong dimension.
     rows = DTensor.from_local(q, mesh, [R, Shard(0)])

@@ -9,9 +9,9 @@ from threading import Thread, current_thread
 import pytest
 import torch
 
-from magi_compile.dtensor import execution
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.call import execution
+from magi_compile.dtensor.call.execution import unpack
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
@@ -87,9 +87,9 @@ def test_plans_of_several_threads(monkeypatch):
                 thread.join(0.2)
             return found
 
-    monkeypatch.setattr(execution, "_device_plans", Kept())
+    monkeypatch.setattr(execution._device_plans, "plans", Kept())
     monkeypatch.setattr(rank_plan, "CACHE_SIZE", 1)
     plan = unpack(*first)
     assert unpack(*first) is plan
     thread.join()
-    assert [x.rows for x in execution._device_plans.values()] == [256]
+    assert [x.rows for x in execution._device_plans.plans.values()] == [256]

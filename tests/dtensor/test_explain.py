@@ -7,9 +7,9 @@ import magi_compile
 from magi_bench.simulate import simulate
 from magi_compile import AttnSlices
 from magi_compile.dtensor import ContextParallelOptions, context_parallel, plan
-from magi_compile.dtensor.explain import explain_plan
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.rank_plan import plan_rank
+from magi_compile.dtensor.sequence.explain import explain_plan
 from tests.dtensor.test_packing_with_context_parallel import OPTIONS, mesh_of
 from tests.dtensor.transformer import (
     block_mask,

@@ -14,8 +14,8 @@ from magi_compile.dtensor import (
     plan_rank,
     plan_rank_ahead,
 )
-from magi_compile.dtensor.agreement import checksum_of, require_equal_tokens
 from magi_compile.dtensor.planning import rank_plan
+from magi_compile.dtensor.ranks.agreement import checksum_of, require_equal_tokens
 
 S = 96
 OPTIONS = ContextParallelOptions(chunk_size=8)
@@ -171,6 +171,6 @@ def test_ahead_in_a_forked_worker():
     loader = torch.utils.data.DataLoader(
         Plans(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=20
     )
-    with rank_plan._lock:
+    with rank_plan._plans.lock:
         workers = iter(loader)
     assert list(workers) == wanted

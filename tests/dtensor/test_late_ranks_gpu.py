@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from magi_compile import AttnSlices, _compat
 from magi_compile.dtensor import ContextParallelOptions, context_parallel_attention, plan, plan_rank
+from magi_compile.dtensor.ranks.watch import SECONDS_TO_TAKE_AN_ERROR
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, HIERARCHICAL, select
-from magi_compile.dtensor.watch import SECONDS_TO_TAKE_AN_ERROR
 from tests.dtensor.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu

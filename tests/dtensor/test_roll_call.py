@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from magi_compile import _compat
-from magi_compile.dtensor import agreement
-from magi_compile.dtensor.roll_call import KEY, RollCall
+from magi_compile.dtensor.ranks import agreement
+from magi_compile.dtensor.ranks.roll_call import KEY, RollCall
 
 PAUSE = 0.02
 

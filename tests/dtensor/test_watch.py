@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from magi_compile import _compat
-from magi_compile.dtensor import watch
-from magi_compile.dtensor.watch import Passes, Watch, raise_in_thread
+from magi_compile.dtensor.ranks import watch
+from magi_compile.dtensor.ranks.watch import Passes, Watch, raise_in_thread
 from tests.dtensor.support.ranks import Ranks
 
 TIMEOUT = 20.0

@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from magi_compile import _compat
 from magi_compile.dtensor import (
     CostModel,
-    agreement,
     calibrate,
     context_parallel,
     context_parallel_shard,
@@ -23,6 +22,7 @@ from magi_compile.dtensor import (
 )
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.dtensor.ranks import agreement
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 from tests.support.cases import HeadShape, varlen

@@ -44,7 +44,7 @@ from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.protocols.module import Module
 
-import magi_compile.dtensor.ops
+import magi_compile.dtensor.call.ops
 import magi_compile.integrations.torchtitan
 from magi_compile.integrations.torchtitan import use_magi
 from magi_compile.kernels.cpu import CpuKernel
@@ -183,7 +183,7 @@ def count_calls() -> None:
 
         return call
 
-    for owner in (magi_compile.dtensor.ops, CpuKernel):
+    for owner in (magi_compile.dtensor.call.ops, CpuKernel):
         for name in ("forward", "backward"):
             setattr(owner, name, counted(name, getattr(owner, name)))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,16 +23,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from magi_compile import _compat
-from magi_compile.dtensor.scores import MaskOverRanks
-from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask, SpreadSlices
+from magi_compile.dtensor.call.scores import MaskOverRanks
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan, SpreadMask, SpreadSlices
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
-from magi_compile.ops.attention import (
-    AttnOutput,
-    flex_attention,
-    flex_flash_attention,
-)
+from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.define import define
 from magi_compile.ops.over_ranks import Replacements, replaced
@@ -131,9 +128,8 @@ def _digests(plans: Sequence[SequencePlan]) -> Tensor | None:
 def _plan_of_block(meta: Tensor, own: Tensor, around: Tensor) -> Tensor:
     if not bool((own == around).any()):
         raise ValueError(
-            "attention inside context_parallel must have the mask of that context_parallel, got the "
-            "`block_mask` or the `slices` "
-            "of another plan; use those of `with context_parallel(...) as plan`"
+            "attention inside context_parallel must have the mask of that context_parallel, got the `block_mask` or "
+            "the `slices` of another plan; use those of `with context_parallel(...) as plan`"
         )
     return meta.clone()
 
@@ -153,18 +149,15 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float | None,
-    softcap: float,
-    score_mod: Any = None,
-    *,
+    *options: Any,
     return_max_scores: bool = False,
 ) -> AttnOutput:
-    """Attention by a mask and its plan, whose digest must be among those of the block `around`, if that has plans."""
+    """Attention by a mask and its plan, whose digest must be among those of the block `around`, if that has plans;
+    `options` are those of `SequencePlan.attend` behind `meta`."""
     meta = mask.plan.meta
     if around is not None:
         meta = torch.ops.magi.plan_of_block(meta, mask.digest, around)
-    given = (q, k, v, meta, scale, softcap, score_mod)
-    return mask.plan.attend(*given, return_max_scores=return_max_scores)
+    return mask.plan.attend(q, k, v, meta, *options, return_max_scores=return_max_scores)
 
 
 def attend_by(
@@ -210,10 +203,9 @@ def _flex_operator(
 
 
 _OTHER_MASK = (
-    "`block_mask` must be the one that context_parallel was given as `mask`, or the `block_mask` of its plan "
-    "(`with context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one "
-    "that is made for the tokens of a "
-    "rank, or none, would be another mask"
+    "`block_mask` must be the one that context_parallel was given as `mask`, or the `block_mask` of its plan (`with "
+    "context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one that is made for the tokens of "
+    "a rank, or none, would be another mask"
 )
 
 
@@ -266,9 +258,8 @@ def _flex_flash_attention(
         mask = slices
     elif torch.compiler.is_compiling() or (planned := _alike_of(slices, plans)) is None:
         raise ValueError(
-            "`slices` must be plan.slices inside `with context_parallel(mesh, mask=...) as plan` (in "
-            "eager code also the slices that "
-            "were given as its `mask`), got others"
+            "`slices` must be plan.slices inside `with context_parallel(mesh, mask=...) as plan` (in eager code also "
+            "the slices that were given as its `mask`), got others"
         )
     else:
         mask = planned.slices
@@ -291,9 +282,8 @@ def _sdpa(
         raise NotImplementedError(_refusal("`scaled_dot_product_attention` without a plan"))
     if attn_mask is not None:
         raise ValueError(
-            "`attn_mask` must be None inside context_parallel, whose `mask` covers the whole "
-            "sequence; for masks other than causal "
-            "and full ones call flex_attention or SequencePlan.attention"
+            "`attn_mask` must be None inside context_parallel, whose `mask` covers the whole sequence; for masks "
+            "other than causal and full ones call flex_attention or SequencePlan.attention"
         )
     if dropout_p != 0.0:
         raise NotImplementedError(
@@ -302,15 +292,13 @@ def _sdpa(
     fitting = [x for x in plans if (x.is_causal if is_causal else x.is_full)]
     if not fitting and is_causal:
         raise ValueError(
-            "`is_causal` must be False: the mask of context_parallel is not causal over the whole "
-            "sequence; call flex_attention or "
-            "SequencePlan.attention with that mask"
+            "`is_causal` must be False: the mask of context_parallel is not causal over the whole sequence; call "
+            "flex_attention or SequencePlan.attention with that mask"
         )
     if not fitting:
         raise ValueError(
-            "`is_causal` must be True, or the mask of context_parallel full: without it attention "
-            "covers all tokens, and that mask "
-            "does not; for other masks call flex_attention or SequencePlan.attention"
+            "`is_causal` must be True, or the mask of context_parallel full: without it attention covers all tokens, "
+            "and that mask does not; for other masks call flex_attention or SequencePlan.attention"
         )
     if query.ndim != 4:
         raise ValueError(
@@ -386,12 +374,7 @@ def spread_attention(plans: Sequence[SequencePlan]) -> Iterator[None]:
 
     regions.watch()
 
-    def our_flex(*args: Any, **kwargs: Any) -> Any:
-        return _flex_attention(digests, *args, **kwargs)
-
-    def our_flash(*args: Any, **kwargs: Any) -> Any:
-        return _flex_flash_attention(plans, digests, *args, **kwargs)
-
-    ours = replaced(Replacements(our_flex, our_flash))
+    our_flash = partial(_flex_flash_attention, plans, digests)
+    ours = replaced(Replacements(partial(_flex_attention, digests), our_flash))
     with _compat.attention_replaced(flex_operator, sdpa), ours, mode:
         yield

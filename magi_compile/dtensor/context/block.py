@@ -18,9 +18,9 @@ from magi_compile.dtensor.context.tokens import (
     require_together,
     sequences_of,
 )
-from magi_compile.dtensor.make_plan import DEFAULTS, Mask, group_of, plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
-from magi_compile.dtensor.sequence_plan import SequencePlan
+from magi_compile.dtensor.sequence.make_plan import DEFAULTS, Mask, group_of, plan
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
 from magi_compile.ops.validation import check_list
 
 #: A mask or a plan; several for layers that differ, as a list or by name.
@@ -143,9 +143,8 @@ def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
         )
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
-            f"`buffers[{number}]` must not be a tensor of torch.inference_mode outside of that mode, "
-            "since it is changed in place; "
-            "use its clone()"
+            f"`buffers[{number}]` must not be a tensor of torch.inference_mode outside of that mode, since it is "
+            "changed in place; use its clone()"
         )
     if any(buffer is other for other in others):
         raise ValueError(
@@ -178,9 +177,8 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
         seqlen = None
     elif seqlen is None and any(x is None or callable(x) for x in masks):
         raise ValueError(
-            "`buffers` must hold a tensor over the sequence where `mask` is None (causal) or a "
-            "mask_mod, which have no length, got none; "
-            "or pass plan(mask, mesh, seqlen=...) as `mask`"
+            "`buffers` must hold a tensor over the sequence where `mask` is None (causal) or a mask_mod, which have "
+            "no length, got none; or pass plan(mask, mesh, seqlen=...) as `mask`"
         )
     if isinstance(mask, (list, tuple, Mapping)):
         return plan(masks=mask, mesh=mesh, seqlen=seqlen, options=options)
@@ -230,11 +228,7 @@ def context_parallel_shard(
     seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
     if padding is not None:
         padding = _of_buffers("padding", padding, buffers)
-    if isinstance(buffers, Mapping):
-        parts = context_parallel_shard(
-            mesh, list(buffers.values()), seq_dims, plan, padding=padding
-        )
-        return dict(zip(buffers, parts, strict=True))
+    given, buffers = buffers, _listed(buffers)
     _check_dims("seq_dims", seq_dims, buffers)
     listed = _listed(plan)
     if plan is not None and (not listed or not all(isinstance(x, SequencePlan) for x in listed)):
@@ -265,7 +259,12 @@ def context_parallel_shard(
     local: dict[int, Any] = dict(zip(where, shards, strict=True))
     if masks:
         local.update((i, x.block_mask) for i, x in zip(masks, plans, strict=True))
-    return [local[i] for i in range(len(buffers))]
+    return _like(given, [local[i] for i in range(len(buffers))])
+
+
+def _like(given: Any, parts: list[Any]) -> Any:
+    """A dict with the names of the buffers, if these were one."""
+    return dict(zip(given, parts, strict=True)) if isinstance(given, Mapping) else parts
 
 
 def _of_buffers(name: str, given: Any, buffers: Any) -> list[Any]:
@@ -286,10 +285,7 @@ def _of_buffers(name: str, given: Any, buffers: Any) -> list[Any]:
 
 
 def context_parallel_unshard(
-    mesh: DeviceMesh | dist.ProcessGroup,
-    buffers: Any,
-    seq_dims: Any,
-    plan: SequencePlan,
+    mesh: DeviceMesh | dist.ProcessGroup, buffers: Any, seq_dims: Any, plan: SequencePlan
 ) -> Any:
     """Tensors over the whole sequence, in its order, from every rank's part. All ranks call it together.
     Not differentiable.
@@ -309,9 +305,7 @@ def context_parallel_unshard(
     """
     _check_buffers(buffers, may_be_masks=False)
     seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
-    if isinstance(buffers, Mapping):
-        wholes = context_parallel_unshard(mesh, list(buffers.values()), seq_dims, plan)
-        return dict(zip(buffers, wholes, strict=True))
+    given, buffers = buffers, _listed(buffers)
     if not isinstance(plan, SequencePlan):
         raise TypeError(f"`plan` must be a SequencePlan, got {type(plan).__name__}")
     _check_dims("seq_dims", seq_dims, buffers)
@@ -320,4 +314,5 @@ def context_parallel_unshard(
         owner_of(f"buffers[{number}]", x, dim, sequences, is_local=True)
         for number, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True))
     ]
-    return [of.unshard(x, dim) for of, x, dim in zip(owners, buffers, seq_dims, strict=True)]
+    wholes = [of.unshard(x, dim) for of, x, dim in zip(owners, buffers, seq_dims, strict=True)]
+    return _like(given, wholes)

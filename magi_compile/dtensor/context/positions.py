@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.execution import routes_of, unpack
-from magi_compile.dtensor.sequence_plan import SpreadMask
+from magi_compile.dtensor.call.execution import routes_of, unpack
+from magi_compile.dtensor.sequence.sequence_plan import SpreadMask
 from magi_compile.ops.define import define
 
 if TYPE_CHECKING:
@@ -34,20 +34,10 @@ def is_over_ranks(mask: Any) -> bool:
 
 
 def with_given_positions(block_mask: Any, positions: Tensor, is_training: bool) -> BlockMask:
-    """`block_mask`, of a plan, for attention in which tokens have `positions`; all ranks call it together,
-    once in each forward.
-
-    Args:
-        block_mask: that of a context_parallel; others are returned as they are.
-        positions: int `[1 or B, rows]`, of this rank's tokens.
-        is_training: whether the model is trained.
-
-    Returns:
-        `block_mask`; in a graph one like it, so that the graph asks.
-
-    Raises:
-        ValueError: on every rank, if the positions are those of a model that has counted them by itself.
-    """
+    """`block_mask` of a plan, or in a graph one like it so that the graph asks, for attention in which this rank's
+    tokens have `positions`, int `[1 or B, rows]`; others are returned as they are. All ranks call it together, once in
+    each forward. Raises ValueError, on every rank, if the positions are those of a model that has counted them by
+    itself."""
     mask_mod = block_mask.mask_mod
     if not isinstance(mask_mod, SpreadMask):
         return block_mask
@@ -81,10 +71,9 @@ def _given_positions(
         counted, travel = torch.stack(every).T.tolist()
         if all(counted) and any(travel):
             raise ValueError(
-                f"`position_ids` must be given inside context_parallel, got 0 to {rows - 1} on every "
-                "rank, as a model counts the "
-                "tokens of its rank by itself; pass the positions of the whole sequence in `buffers`, "
-                "and to the model as `position_ids`"
+                f"`position_ids` must be given inside context_parallel, got 0 to {rows - 1} on every rank, as a model "
+                "counts the tokens of its rank by itself; pass the positions of the whole sequence in `buffers`, and "
+                "to the model as `position_ids`"
             )
     return meta[:1].clone()
 

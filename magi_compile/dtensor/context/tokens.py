@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from magi_compile.dtensor.sequence_plan import SequencePlan
-from magi_compile.dtensor.spread_tokens import SpreadTokens, check_padding
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
+from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_padding
 from magi_compile.ops.validation import check_list
 
 
@@ -18,9 +18,8 @@ def require_together(plans: Sequence[SequencePlan]) -> None:
         reachable = [x for x in others if _among(x, reached) or _among(x.keys, reached)]
         if not reachable:
             raise ValueError(
-                "`mask` must have plans that hold the same tokens, got others; make them together: "
-                "plan(masks=[...], mesh=mesh), or with "
-                "`keys`, where the keys of one are the tokens of another"
+                "`mask` must have plans that hold the same tokens, got others; make them together: plan(masks=[...], "
+                "mesh=mesh), or with `keys`, where the keys of one are the tokens of another"
             )
         others = [x for x in others if x not in reachable]
         reached += [tokens for x in reachable for tokens in (x, x.keys)]
@@ -52,16 +51,14 @@ def owner_of(
     if not fitting:
         raise ValueError(
             f"`{name}` must have as many tokens in dimension {dim} as queries or keys, "
-            f"{' or '.join(map(str, sorted(set(lengths))))}, "
-            f"got {x.shape[dim]}"
+            f"{' or '.join(map(str, sorted(set(lengths))))}, got {x.shape[dim]}"
         )
     if len(fitting) > 1:
         call = "unshard" if is_local else "shard"
         raise ValueError(
-            f"`{name}` must have a length that says whether it is of queries or of keys, got "
-            f"{x.shape[dim]} in dimension {dim}, which both "
-            f"have; take SequencePlan.{call}(x, dim) for queries and SequencePlan.keys.{call}(x, dim) "
-            "for keys in its place"
+            f"`{name}` must have a length that says whether it is of queries or of keys, got {x.shape[dim]} in "
+            f"dimension {dim}, which both have; take SequencePlan.{call}(x, dim) for queries and "
+            f"SequencePlan.keys.{call}(x, dim) for keys in its place"
         )
     return fitting[0]
 
@@ -85,9 +82,8 @@ def local_shards(
     for of in owners:
         if padding is None and of.has_padding:
             raise ValueError(
-                f"`{padding_name}` must say what padding holds in each of `buffers` (the ignore_index "
-                f"for labels), because {of.total} "
-                f"tokens are padded to {of.seqlen_local} on each of {of.cp_size} ranks"
+                f"`{padding_name}` must say what padding holds in each of `buffers` (the ignore_index for labels), "
+                f"because {of.total} tokens are padded to {of.seqlen_local} on each of {of.cp_size} ranks"
             )
     if padding is not None and len(padding) != len(tensors):
         raise ValueError(

@@ -35,17 +35,11 @@ def tensor_of(assignment: Assignment) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The placement of a sequence: rank r the chunks `chunks[r]`,
-    in ascending order but where somebody else has permuted them.
+    """The placement of a sequence: rank r holds the chunks `chunks[r]`, int64 `[cp_size, chunks_per_rank]` on the CPU,
+    in ascending order but where somebody else has permuted them."""
 
-    Attributes:
-        total: rows of the sequence; what follows up to `total_padded` sees and is seen by nothing.
-        chunk_size: rows that stay together.
-        chunks: int64 `[cp_size, chunks_per_rank]`, on the CPU.
-    """
-
-    total: int
-    chunk_size: int
+    total: int  # rows; what follows up to `total_padded` sees and is seen by nothing
+    chunk_size: int  # rows that stay together
     chunks: Tensor
 
     @property
@@ -100,26 +94,15 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """The cost of each chunk of rows, and the keys that it needs.
-
-    Attributes:
-        chunk_size: rows of a chunk.
-        area: int64 `[num_chunks]`, visible (row, key) pairs; where entries have masks of their own, the mean of all.
-        needs: the keys that the rows of a chunk see, `owner` is the chunk; a chunk may have several ranges,
-            which may overlap.
-        rects: the mask itself, cut between chunks; every row of a rect sees a key; `needs` has one range of each.
-        whole: int64 `[num_rects]`, which slice a rect was cut from; those of one slice follow each other.
-        keys: where these are not the rows themselves.
-        num_entries: how many have masks of their own.
-    """
+    """The cost of each chunk of rows, and the keys that it needs."""
 
     chunk_size: int
-    area: Tensor
-    needs: Ranges
-    rects: Rects
-    whole: Tensor
-    keys: Keys | None = None
-    num_entries: int = 1
+    area: Tensor  # int64 `[num_chunks]`, visible (row, key) pairs; the mean of entries with masks of their own
+    needs: Ranges  # the keys that rows of a chunk see, `owner` is the chunk; it may have several, which may overlap
+    rects: Rects  # the mask, cut between chunks; every row of a rect sees a key; `needs` has one range of each
+    whole: Tensor  # int64 `[num_rects]`, the slice that a rect was cut from; those of one follow each other
+    keys: Keys | None = None  # where these are not the rows themselves
+    num_entries: int = 1  # that have masks of their own
 
     @property
     def num_chunks(self) -> int:
@@ -128,6 +111,12 @@ class ChunkTable:
     @property
     def total(self) -> int:
         return self.chunk_size * self.num_chunks
+
+    def needs_of_ranks(self, rank: Tensor, keys: Placement) -> tuple[Ranges, Tensor]:
+        """The keys that each rank's rows see, where `rank` is that of each chunk: cut into chunks of `keys`, in order,
+        and the chunk of each."""
+        needs = self.needs._replace(owner=pick(rank, self.needs.owner))
+        return split_at_multiples(unite(needs, keys.total_padded), keys.chunk_size)
 
     @staticmethod
     def of(
@@ -202,9 +191,8 @@ def rank_loads(
     cp_size = chunks.shape[0]
     rows = Placement(table.total, table.chunk_size, chunks)
     keys = keys or rows
-    rank, needs = rows.rank_of_chunk(), table.needs
-    needs = unite(needs._replace(owner=pick(rank, needs.owner)), keys.total_padded)
-    pieces, chunk = split_at_multiples(needs, keys.chunk_size)
+    rank = rows.rank_of_chunk()
+    pieces, chunk = table.needs_of_ranks(rank, keys)
     source = pick(keys.rank_of_chunk(), chunk)
     index = (source != pieces.owner).nonzero().flatten()
     remote, source = pieces.take(index), pick(source, index)

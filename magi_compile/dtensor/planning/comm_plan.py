@@ -25,15 +25,7 @@ from torch import Tensor
 
 from magi_compile.dtensor.planning.chunks import mean_area
 from magi_compile.dtensor.planning.dispatch import Dispatch
-from magi_compile.dtensor.planning.ranges import (
-    Ranges,
-    expand,
-    group,
-    join,
-    pick,
-    split_at_multiples,
-    unite,
-)
+from magi_compile.dtensor.planning.ranges import Ranges, expand, group, join, pick
 from magi_compile.dtensor.planning.relays import MovingRows, Relays
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
@@ -41,31 +33,20 @@ from magi_compile.masks.slices import AttnSlices
 
 @dataclass(frozen=True, eq=False)
 class RankRows:
-    """The rows that each rank needs.
+    """The rows that each rank needs."""
 
-    Attributes:
-        dispatch: who holds what.
-        rank_of_chunk: int64 `[num_chunks]`, as in `Placement`, like what follows.
-        shift_of_chunk: int64 `[num_chunks]`.
-        shift_of_key_chunk: int64 `[num_key_chunks]`.
-        needs: the keys each rank's rows see, cut into chunks of keys, in order; `owner` is the rank.
-        chunk: int64 `[num_needs]`, the chunk of each of them.
-        holder: int64 `[num_needs]`, the rank that holds it.
-    """
-
-    dispatch: Dispatch
-    rank_of_chunk: Tensor
-    shift_of_chunk: Tensor
-    shift_of_key_chunk: Tensor
-    needs: Ranges
-    chunk: Tensor
-    holder: Tensor
+    dispatch: Dispatch  # who holds what
+    rank_of_chunk: Tensor  # int64 `[num_chunks]`, as in `Placement`, like what follows
+    shift_of_chunk: Tensor  # int64 `[num_chunks]`
+    shift_of_key_chunk: Tensor  # int64 `[num_key_chunks]`
+    needs: Ranges  # the keys each rank's rows see, cut into chunks of keys, in order; `owner` is the rank
+    chunk: Tensor  # int64 `[num_needs]`, the chunk of each of them
+    holder: Tensor  # int64 `[num_needs]`, the rank that holds it
 
     @staticmethod
     def of(dispatch: Dispatch) -> RankRows:
-        rank, table, keys = dispatch.rank_of_chunk(), dispatch.table, dispatch.keys
-        of_rank = table.needs._replace(owner=pick(rank, table.needs.owner))
-        needs, chunk = split_at_multiples(unite(of_rank, keys.total_padded), keys.chunk_size)
+        rank, keys = dispatch.rank_of_chunk(), dispatch.keys
+        needs, chunk = dispatch.table.needs_of_ranks(rank, keys)
         shift = dispatch.shift_of_chunk()
         holder, key_shift = rank, shift
         if keys is not dispatch:
@@ -99,7 +80,7 @@ class Transfer(NamedTuple):
     recv_counts: list[int]
     peak_received: int  # rows of the largest buffer of any rank
     legs: tuple[Transfer, Transfer] | None = (
-        None  # the same rows by way of relays: the second leg is from buffers to buffers
+        None  # by way of relays; the second is from buffers to buffers
     )
 
     @property
@@ -114,10 +95,10 @@ class Stage(NamedTuple):
     slices: AttnSlices
     transfer: Transfer | None  # None: the keys are the rank's own, in place
     whole: Tensor | None = (
-        None  # int64 `[num_slices]`, the slice of the mask that each is a part of, while planning
+        None  # int64 `[num_slices]`, of which slice of the mask each is a part; while planning
     )
     entry: Tensor | None = (
-        None  # int32 `[num_slices]`, whose they are where entries have masks of their own (`cover`)
+        None  # int32 `[num_slices]`, whose they are where entries have masks of their own
     )
 
     def without_legs(self) -> Stage:
@@ -132,9 +113,8 @@ class Buffers(NamedTuple):
 
     begin: Tensor  # int64 `[cp_size, num_stages]`, rows that move into buffers before, those of earlier ranks included
     rows: Tensor  # int64 `[cp_size, num_stages]`, 0 in place
-    edges: (
-        Tensor  # float64 `[cp_size * (degree - 1)]`, where parts of each rank's remote rows begin
-    )
+    # float64 `[cp_size * (degree - 1)]`, where parts of each rank's remote rows begin.
+    edges: Tensor
 
     @property
     def num_stages(self) -> int:
@@ -143,25 +123,19 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CommPlan:
-    """The communication of all ranks, for several degrees side by side, whose stages are numbered through.
+    """The communication of all ranks, for several degrees side by side, whose stages are numbered through."""
 
-    Attributes:
-        rows: what each rank needs.
-        degrees: each 0 for one merged stage, otherwise the number of remote stages.
-        rows_before: int64 `[num_needs]`, rows of `rows.needs` before each of them.
-        remote_before: int64 `[num_needs]`, the same of those that another rank holds.
-        remote_middle: float64 `[num_needs]`, the same up to the middle of each.
-        buffers: of each degree. Remote stages in which nothing moves on any rank do not exist.
-        host: int64 `[cp_size]`, that of each rank, where rows cross hosts by way of relays; else None.
-    """
-
-    rows: RankRows
-    degrees: Sequence[int]
-    rows_before: Tensor
-    remote_before: Tensor
-    remote_middle: Tensor
-    buffers: Sequence[Buffers]
-    host: Tensor | None = None
+    rows: RankRows  # what each rank needs
+    degrees: Sequence[int]  # each 0 for one merged stage, otherwise the number of remote stages
+    rows_before: Tensor  # int64 `[num_needs]`, rows of `rows.needs` before each of them
+    remote_before: Tensor  # int64 `[num_needs]`, the same of those that another rank holds
+    remote_middle: Tensor  # float64 `[num_needs]`, the same up to the middle of each
+    buffers: Sequence[
+        Buffers
+    ]  # of each degree, without remote stages in which nothing moves on any rank
+    host: Tensor | None = (
+        None  # int64 `[cp_size]`, that of each rank, where rows cross hosts by way of relays
+    )
 
     @property
     def num_stages(self) -> int:
@@ -350,19 +324,9 @@ def far_needs(rows: RankRows, host: Tensor) -> Tensor:
 def plan_communication(
     rows: RankRows, degrees: Sequence[int], host: Tensor | None = None
 ) -> CommPlan:
-    """The communication of all ranks in all stages.
-
-    Args:
-        rows: what each rank needs.
-        degrees: each a number of remote stages, or 0 for one stage with everything; the plans of all lie side by side.
-        host: int64 `[cp_size]`, that of each rank, for transfers that have both legs as well.
-
-    Returns:
-        The plan, with the stages of all `degrees`.
-
-    Raises:
-        ValueError: if a degree is negative.
-    """
+    """The communication of all ranks in all stages of each of `degrees`: numbers of remote stages, or 0 for one stage
+    with everything; they lie side by side. `host`, int64 `[cp_size]`, that of each rank, gives transfers both legs as
+    well."""
     if min(degrees) < 0:
         raise ValueError(f"`degrees` must not be negative, got {list(degrees)}")
     cp_size, receiver = rows.dispatch.cp_size, rows.needs.owner
@@ -412,15 +376,9 @@ def plan_communication(
 
 
 def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
-    """All pairs of ranges of one owner that overlap, as indices of `one`, ascending, and of `other`.
+    """All pairs of ranges of one owner that overlap, as indices of `one`, ascending, and of `other`, int64 both.
 
-    Args:
-        one: in any order, none empty.
-        other: sorted by (owner, lo), disjoint, none empty.
-        span: an upper bound of every `hi`.
-
-    Returns:
-        Two int64 tensors `[num_pairs]`.
+    `one` comes in any order, `other` sorted by (owner, lo) and disjoint; none is empty. No `hi` is beyond `span`.
     """
     stride = span + 1
     begin, end = one.owner * stride + one.lo, one.owner * stride + one.hi
@@ -431,40 +389,26 @@ def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
 
 
 class Hop(NamedTuple):
-    """An exchange between ranks.
+    """An exchange between ranks."""
 
-    Attributes:
-        near: the most rows that a rank sends to others of its host, or receives from them.
-        far: the same of other hosts.
-        crossing: all rows that cross hosts.
-    """
-
-    near: int
-    far: int = 0
-    crossing: int = 0
+    near: int  # the most rows that a rank sends to others of its host, or receives from them
+    far: int = 0  # the same of other hosts
+    crossing: int = 0  # all rows that cross hosts
 
 
 @dataclass(frozen=True, eq=False)
 class StageLoads:
-    """The loads of every rank that decide the degree: int64 `[cp_size]` each.
+    """The loads of every rank that decide the degree: int64 `[cp_size]` each."""
 
-    Attributes:
-        area: visible (row, key) pairs.
-        local_area: those whose keys are on the same rank.
-        recv_rows: remote key rows.
-        send_rows: the same, of those who hold them.
-        query_rows: of each rank.
-        hops: the exchanges of a cast of all remote rows, where several hosts are known; else None.
-        relayed: the same loads where rows cross hosts by way of relays.
-    """
-
-    area: Tensor
-    local_area: Tensor
-    recv_rows: Tensor
-    send_rows: Tensor
-    query_rows: int
-    hops: tuple[Hop, ...] | None = None
-    relayed: StageLoads | None = None
+    area: Tensor  # visible (row, key) pairs
+    local_area: Tensor  # those whose keys are on the same rank
+    recv_rows: Tensor  # remote key rows
+    send_rows: Tensor  # the same, of those who hold them
+    query_rows: int  # of each rank
+    hops: tuple[Hop, ...] | None = (
+        None  # the exchanges of a cast of all remote rows, where several hosts are known
+    )
+    relayed: StageLoads | None = None  # the same loads where rows cross hosts by way of relays
 
     @cached_property
     def areas(self) -> list[tuple[int, int]]:

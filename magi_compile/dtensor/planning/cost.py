@@ -67,10 +67,7 @@ class CostModel:
 
         Those of stages are measured: forward 22 to 31 ns a row of 64 heads of 128, whatever the mask, backward 50.
         """
-        numbers = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "head_dim": head_dim}
-        for name, given in (numbers | {"bytes_per_value": bytes_per_value}).items():
-            check_count(name, given, 1)
-        check_groups(nheads_q, nheads_kv)
+        check_heads(nheads_q, nheads_kv, head_dim=head_dim, bytes_per_value=bytes_per_value)
         rates = {
             "flops_per_second": flops_per_second,
             "bytes_per_second": bytes_per_second,
@@ -92,8 +89,10 @@ class CostModel:
         )
 
 
-def check_groups(nheads_q: int, nheads_kv: int) -> None:
-    """Raises where `nheads_kv` does not divide `nheads_q`."""
+def check_heads(nheads_q: int, nheads_kv: int, **others: int) -> None:
+    """Raises where one is no number from 1 on, or `nheads_kv` does not divide `nheads_q`."""
+    for name, given in {"nheads_q": nheads_q, "nheads_kv": nheads_kv, **others}.items():
+        check_count(name, given, 1)
     if nheads_q % nheads_kv:
         raise ValueError(
             f"`nheads_q` must be a multiple of `nheads_kv`, {nheads_kv}, got {nheads_q}"

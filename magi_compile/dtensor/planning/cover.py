@@ -43,31 +43,17 @@ ONE_ENTRY = Entries()
 
 
 class Cover(AttnSlices):
-    """A cover as a list of slices on the CPU, over the rows and keys of one entry, none of them empty.
+    """A cover as a list of slices on the CPU, over the rows and keys of one entry, none of them empty."""
 
-    Attributes:
-        block: int64 `[num_slices]`, the number of the block of bits that a slice shows, -1 for all of the slice.
-        entry: int64 `[num_slices]`, the number of the entry whose slice it is.
-        entries: which entries there are.
-        blocks: int32 `[num_blocks, BLOCK, WORDS]`, the blocks of bits, on any device.
-    """
-
-    block: Tensor
-    entry: Tensor
-    entries: Entries
-    blocks: Tensor
+    block: Tensor  # int64 `[num_slices]`, the number of the block of bits that a slice shows, -1 for all of the slice
+    entry: Tensor  # int64 `[num_slices]`, the number of the entry whose slice it is
+    entries: Entries  # which there are
+    blocks: Tensor  # int32 `[num_blocks, BLOCK, WORDS]`, the blocks of bits, on any device
 
     @staticmethod
     def of(slices: AttnSlices, entries: Entries = ONE_ENTRY) -> AttnSlices:
-        """A mask for planning.
-
-        Args:
-            slices: over the packed rows and keys of all entries, each with keys of its own; on any device.
-            entries: which there are.
-
-        Returns:
-            The cover; the same slices on the CPU where these are all.
-        """
+        """The cover of slices over the packed rows and keys of all entries, each with keys of its own, on any device;
+        the same slices on the CPU where these say all."""
         if slices.bits is None and entries.number == 1:
             return slices.to("cpu")
         number = entries.number

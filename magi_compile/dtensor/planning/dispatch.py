@@ -52,15 +52,12 @@ BALANCE = 0.025
 
 @dataclass(frozen=True, eq=False)
 class Dispatch(Placement):
-    """The rank and place of every token and every key.
+    """The rank and place of every token and every key."""
 
-    Attributes:
-        table: what the chunks cost and need.
-        other_keys: where keys live that are no rows of the sequence (cross attention).
-    """
-
-    table: ChunkTable
-    other_keys: Placement | None = None
+    table: ChunkTable  # what the chunks cost and need
+    other_keys: Placement | None = (
+        None  # where keys live that are no rows of the sequence (cross attention)
+    )
 
     @property
     def keys(self) -> Placement:
@@ -68,33 +65,9 @@ class Dispatch(Placement):
         return self if self.other_keys is None else self.other_keys
 
 
-def dispatch(
-    slices: AttnSlices,
-    cp_size: int,
-    *,
-    chunk_size: int | None = None,
-    strategy: str = "local",
-    slack: float = 0.01,
-    cost: CostModel = DEFAULT_COST,
-) -> Dispatch:
-    """Decides which rank holds which tokens of a sequence, and which keys where there are not as many of them.
-
-    Args:
-        slices: the mask over the whole sequence.
-        cp_size: number of ranks.
-        chunk_size: tokens of a chunk; None chooses it from the mask.
-        strategy: a name in `STRATEGIES`.
-        slack: how far above the mean a rank's area may lie in favour of less communication.
-        cost: what compute and communication cost.
-
-    Returns:
-        The dispatch, the same on every rank.
-
-    Raises:
-        ValueError: if an argument is out of range.
-    """
-    options = {"chunk_size": chunk_size, "strategy": strategy, "slack": slack, "cost": cost}
-    return dispatch_together([slices], [1], cp_size, **options)[0]  # type: ignore[arg-type]
+def dispatch(slices: AttnSlices, cp_size: int, **options: Any) -> Dispatch:
+    """`dispatch_together` of one mask, with the same options."""
+    return dispatch_together([slices], [1], cp_size, **options)[0]
 
 
 def dispatch_together(
@@ -108,25 +81,15 @@ def dispatch_together(
     cost: CostModel = DEFAULT_COST,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """`dispatch` of tokens that several masks are attended to with: they have one placement.
+    """Decides which rank holds which tokens of a sequence that several masks are attended to with, each so often as its
+    weight says: what is balanced is the sum of work. All ranks decide alike; a `Dispatch` for each mask.
 
-    Args:
-        masks: each over the whole sequence.
-        weights: how often each is attended to, the number of its layers; what is balanced is the sum of work.
-        cp_size: as in `dispatch`, like what follows.
-        chunk_size: see `cp_size`.
-        strategy: see `cp_size`.
-        slack: see `cp_size`.
-        cost: see `cp_size`.
-        keys: where the keys of each mask lie already. Otherwise they are the tokens themselves where they are as many,
-            and where they are not a sequence of their own, one for all masks with as many keys, which is placed by what
-            is seen of it.
+    A chunk of `chunk_size` tokens stays together; None chooses it from the masks. A rank's area may lie above the mean
+    by `slack` in favour of less communication. `keys` says where the keys of each mask lie already. Otherwise they are
+    the tokens themselves where they are as many, and where they are not a sequence of their own, one for all masks with
+    as many keys, which is placed by what is seen of it.
 
-    Returns:
-        A `Dispatch` for each of `masks`.
-
-    Raises:
-        ValueError: if an argument is out of range, or masks have other lengths.
+    Raises ValueError if an argument is out of range, or masks have other lengths.
     """
     seqlen = check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
@@ -198,22 +161,12 @@ def dispatch_as(
     permutation: Tensor | Placement,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """Tokens that lie somewhere already: somebody else has permuted them, and rank r holds the r-th of `cp_size` equal
-    parts, or another plan has placed them.
+    """The dispatch of tokens that lie somewhere already, for each mask over the sequence in its own order.
+    `permutation` says which token lies where, int64 `[seqlen]` on the CPU, of which rank r holds the r-th of `cp_size`
+    equal parts; or it is the placement of another plan, which may have padding. `keys` as in `dispatch_together`.
+    Chunks are those of the placement, or as large as the stretches of ascending tokens allow.
 
-    Args:
-        masks: each over the whole sequence, in its own order.
-        cp_size: number of ranks, of which the length is a multiple.
-        permutation: which token of the sequence lies where, int64 `[seqlen]` on the CPU; or the placement of another
-            plan, which may have padding.
-        keys: as in `dispatch_together`.
-
-    Returns:
-        A `Dispatch` for each mask. Chunks are those of the placement, or as large as the stretches of ascending tokens
-        allow.
-
-    Raises:
-        ValueError: if `permutation` is none, or has another length.
+    Raises ValueError if `permutation` is none, or has another length.
     """
     seqlen = check_masks(masks, [1] * len(masks))
     _check_keys(masks, cp_size, keys)
@@ -236,8 +189,7 @@ def dispatch_as(
         first = int(is_wrong.nonzero()[0])
         raise ValueError(
             f"`permutation` must contain each of 0 ... S - 1 exactly once for S = {seqlen}, got "
-            f"{int(ascending[first])} in place of "
-            f"{first} in ascending order"
+            f"{int(ascending[first])} in place of {first} in ascending order"
         )
     begins = (permutation[1:] != permutation[:-1] + 1).nonzero().flatten() + 1
     borders = [seqlen // cp_size, int(permutation[0]), *begins.tolist()]
@@ -287,9 +239,8 @@ def _check_keys(
             continue
         if (placement.total, placement.cp_size) != (mask.seqlen_k, cp_size):
             raise ValueError(
-                f"`keys` must hold the {mask.seqlen_k} keys of the mask on {cp_size} ranks, got "
-                f"{placement.total} tokens on "
-                f"{placement.cp_size}"
+                f"`keys` must hold the {mask.seqlen_k} keys of the mask on {cp_size} ranks, got {placement.total} "
+                f"tokens on {placement.cp_size}"
             )
 
 
@@ -304,24 +255,17 @@ def _check_slices(slices: AttnSlices) -> None:
 
 def _chunk_sizes(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> list[int]:
     """The sizes to try, largest first: that of `choose_chunk_size`, and what is left down to a quarter of it."""
-    first = CHUNK_SIZES.index(_choose_chunk_size(seqlen, cp_size, area_of))
+    first = CHUNK_SIZES.index(choose_chunk_size(seqlen, cp_size, area_of))
     return list(CHUNK_SIZES[first : first + 3])
 
 
-def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
-    """The largest chunk size that leaves the balance enough freedom, as a rule.
+def choose_chunk_size(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> int:
+    """The largest chunk size that leaves the balance enough freedom, as a rule; `area_of(size)` are the areas of such
+    chunks.
 
     Above 512 tokens every rank must hold at least 16 chunks, none of which weighs more than a quarter of a rank's
     share; below, 8 chunks are enough. Sequences too short for that get the smallest size, with fewer chunks.
     """
-
-    def area_of(size: int) -> Tensor:
-        return ChunkTable.of(slices, size, -(-slices.seqlen_q // (size * cp_size)) * cp_size).area
-
-    return _choose_chunk_size(slices.seqlen_q, cp_size, area_of)
-
-
-def _choose_chunk_size(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> int:
     for chunk_size in CHUNK_SIZES:
         per_rank = -(-seqlen // (chunk_size * cp_size))
         if per_rank < (16 if chunk_size > 512 else 8):

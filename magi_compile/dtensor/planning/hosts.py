@@ -28,18 +28,8 @@ def check_hosts(hosts: int | Sequence[int] | None) -> None:
 
 
 def hosts_of(hosts: int | Sequence[int] | None, cp_size: int) -> tuple[int, ...] | None:
-    """The host of each rank, numbered from 0 on in the order of ranks; None where all are on one.
-
-    Args:
-        hosts: as in `ContextParallelOptions`.
-        cp_size: number of ranks.
-
-    Returns:
-        `cp_size` numbers, or None.
-
-    Raises:
-        ValueError: if `hosts` are not as many as ranks.
-    """
+    """The host of each rank, numbered from 0 on in the order of ranks; None where all are on one. `hosts` as in
+    `ContextParallelOptions`; raises ValueError if they are not as many as ranks."""
     if hosts is None:
         return None
     if isinstance(hosts, int):
@@ -51,14 +41,8 @@ def hosts_of(hosts: int | Sequence[int] | None, cp_size: int) -> tuple[int, ...]
 
 
 def launched_hosts(ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """The host of each of `ranks`, by what torchrun tells its processes: equally many neighbours on each.
-
-    Args:
-        ranks: numbers in the job.
-
-    Returns:
-        As `hosts_of` does; None too where nobody says it, or hosts do not have equally many processes.
-    """
+    """The host of each of `ranks`, numbers in the job, as `hosts_of` has it: by what torchrun tells its processes,
+    equally many neighbours on each. None too where nobody says it, or hosts do not have equally many processes."""
     names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
     given = {name: os.environ[name] for name in names if os.environ.get(name, "").isdecimal()}
     local, total = (int(given.get(name, 0)) for name in names[:2])

@@ -13,23 +13,14 @@ import torch
 from torch import Tensor
 
 from magi_compile.dtensor.planning.chunks import ChunkTable, Keys, Placement
-from magi_compile.dtensor.planning.ranges import group, pick, split_at_multiples, unite
+from magi_compile.dtensor.planning.ranges import group, pick
 
 #: Chunks of keys on a rank, at least, where there are so many keys.
 KEY_CHUNKS = 16
 
 
 def cut_keys(total: int, cp_size: int, chunks_per_rank: int) -> Placement:
-    """Keys in chunks, in order.
-
-    Args:
-        total: how many.
-        cp_size: number of ranks.
-        chunks_per_rank: of the queries; keys have as many or more.
-
-    Returns:
-        Chunks of equal size, equally many on each rank.
-    """
+    """`total` keys in chunks of equal size, in order, equally many on each rank: as many as queries have, or more."""
     size = max(total // (cp_size * max(chunks_per_rank, KEY_CHUNKS)), 1)
     per_rank = max(-(-total // (size * cp_size)), 1)
     return Placement(
@@ -50,8 +41,7 @@ def key_placement(table: ChunkTable, chunks: Tensor) -> Placement | None:
 def _wanted(table: ChunkTable, chunks: Tensor, keys: Placement) -> Tensor:
     """The number of keys of each chunk that each rank sees, int64 `[cp_size, num_key_chunks]`."""
     rank = Placement(table.total, table.chunk_size, chunks).rank_of_chunk()
-    needs = table.needs._replace(owner=pick(rank, table.needs.owner))
-    pieces, chunk = split_at_multiples(unite(needs, keys.total_padded), keys.chunk_size)
+    pieces, chunk = table.needs_of_ranks(rank, keys)
     num_chunks = keys.chunks.numel()
     wanted = torch.zeros(len(chunks) * num_chunks, dtype=torch.int64, device="cpu")
     wanted.index_add_(0, pieces.owner * num_chunks + chunk, pieces.hi - pieces.lo)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile.dtensor.on_device import to_device
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import CommPlan, Stage
 from magi_compile.dtensor.planning.cover import Cover
 from magi_compile.dtensor.planning.dispatch import Dispatch
-from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.dtensor.planning.ranges import expand, pick
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, pack
 from magi_compile.masks.slices import AttnSlices

@@ -93,15 +93,9 @@ def _long_documents(area: list[int], is_heavy: Tensor, lowest: Tensor) -> list[_
 
 
 class _Lights:
-    """The other chunks, from which windows are taken: documents of about one length stand side by side, short
-    ones first, so that a window holds whole documents and its area grows with its place.
-
-    Args:
-        chunks: int64, in order.
-        area: int64 `[num_chunks]`, visible pairs of every chunk, taken or not.
-        reach: int64 `[num_chunks]`, how many keys before a chunk it needs, at most.
-        size: rows of a chunk.
-    """
+    """The other chunks, from which windows are taken: documents of about one length stand side by side, short ones
+    first, so that a window holds whole documents and its area grows with its place. Chunks have `size` rows; `area` and
+    `reach`, int64 `[num_chunks]`, are the visible pairs of every chunk and the most keys before it that it needs."""
 
     def __init__(self, chunks: Tensor, area: Tensor, reach: Tensor, size: int):
         # A document begins where no key of the chunk before is needed.
@@ -262,14 +256,8 @@ def _fill(
 
 
 class _Needs:
-    """The chunks of keys that a chunk needs or a rank has, as the bits of an integer.
-
-    Args:
-        table: what each chunk needs.
-
-    Attributes:
-        of: the bits of each chunk, its own among them where keys are the rows themselves.
-    """
+    """The chunks of keys that a chunk needs or a rank has, as the bits of an integer; `of` are those of each chunk, its
+    own among them where keys are the rows themselves."""
 
     def __init__(self, table: ChunkTable):
         needs, keys = table.needs, table.keys

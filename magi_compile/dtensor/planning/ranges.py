@@ -35,15 +35,8 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 
 
 def unite(ranges: Ranges, span: int) -> Ranges:
-    """The union of each owner's ranges: sorted by (owner, lo), disjoint, never adjacent.
-
-    Args:
-        ranges: in any order, overlapping or not; empty ones vanish.
-        span: an upper bound of every `hi`.
-
-    Returns:
-        The united ranges.
-    """
+    """The union of each owner's ranges, in any order and overlapping or not: sorted by (owner, lo), disjoint, never
+    adjacent, none empty. `span` is an upper bound of every `hi`."""
     ranges = ranges.take(ranges.lo < ranges.hi)
     if not ranges.lo.shape[0]:
         return ranges

@@ -1,23 +1,16 @@
 """The plan of one rank: a mask's plan for attention across ranks, made on the host and shipped as tensors.
 
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
-graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
-
-    meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward
-            begins early, how many hosts of ranks follow, whether stages forward have legs and those backward do, the
-            host of each rank or nothing, blocks of bits, batch entries and heads with masks of their own, tokens,
-            chunk_size, chunks of a rank, the same three of keys that are a sequence of their own or 0, 0, 0, the chunks
-            of all ranks, those of keys, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs,
-            peak_received, send_counts, recv_counts, sends, recvs, and the last seven of both legs
-    data    the blocks of bits, then for each stage: q_ranges, k_ranges, mask_types, the entries of slices where these
-                have masks of their own, sends, recvs, and those of both legs
+graph. `meta` (int64, CPU) holds digest, rank and the bytes of all that the host reads; `data` (int32, the device of q)
+the blocks of bits, and then for each stage its slices, their entries, and the rows that it sends and receives, by each
+of its ways.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
+import pickle
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -25,18 +18,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from threading import Lock
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.ahead import begin_plan
+from magi_compile.dtensor.call.ahead import begin_plan
+from magi_compile.dtensor.on_device import Streams, to_device
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
     Stage,
     StageLoads,
+    Transfer,
     plan_communication,
 )
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
@@ -51,7 +46,6 @@ from magi_compile.dtensor.planning.dispatch import (
 )
 from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of
 from magi_compile.dtensor.planning.local_cover import cover_of_rank
-from magi_compile.dtensor.planning.on_device import Streams, to_device
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_pass
 from magi_compile.masks.arguments import check_count, check_device, check_flag
@@ -142,63 +136,58 @@ class RankPlan:
         """Without the tensors on devices, which other processes do not have."""
         return {**vars(self), "_packed": {}, "_streams": Streams()}
 
+    @property
+    def rows(self) -> int:
+        """Rows of a rank."""
+        return self.dispatch.seqlen_local
+
     def tensors(self, device: torch.device | str) -> PlanTensors:
         """The plan for the ops; made once per device. It is there in the order of the current stream."""
         device = check_device(device)
         if device not in self._packed:
             packed = self._packed[device] = self._pack(device)
-            rows, is_early = self.dispatch.seqlen_local, self.forward_is_early
-            begin_plan(self, rows, packed.data.device, is_early=is_early)
+            begin_plan(self, packed.data.device)
         tensors = self._packed[device]
         self._streams.enter(device, tensors.data)
         return tensors
 
     @_compat.outside_of_modes()
     def _pack(self, device: torch.device) -> PlanTensors:
-        where, stages = self.dispatch, self.forward + self.backward
-        meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
-        meta += [len(self.forward), len(self.backward), int(self.forward_is_early)]
-        hosts = self.hosts or ()
-        meta += [len(hosts), *map(int, self.relayed), *hosts]
-        meta += [-1 if self.bits is None else len(self.bits), *self.entries]
-        placements = [where, where.other_keys]
-        for x in placements:
-            meta += [0, 0, 0] if x is None else [x.total, x.chunk_size, x.chunks.shape[1]]
-        for x in placements:
-            meta += [] if x is None else x.chunks.flatten().tolist()
-        transfers = [
-            way
-            for stage in stages
-            if stage.transfer is not None
-            for way in (stage.transfer, *(stage.transfer.legs or ()))
+        where = self.dispatch
+        data: list[Tensor] = []
+
+        def laid(x: Tensor) -> tuple[int, ...]:
+            data.append(x.flatten().int())
+            return tuple(x.shape)
+
+        def way(x: Transfer) -> tuple[Any, ...]:
+            table = torch.cat([x.sends, x.recvs])
+            numbers = (len(x.sends), x.send_counts, x.recv_counts, x.peak_received)
+            return table.flatten().tolist(), laid(table), numbers
+
+        def stage(x: Stage) -> tuple[Any, ...]:
+            lists = [laid(x.slices.q_ranges), laid(x.slices.k_ranges), laid(x.slices.mask_types)]
+            entry = laid(x.entry) if x.entry is not None and self.entries.number > 1 else None
+            ways = [] if x.transfer is None else [x.transfer, *(x.transfer.legs or ())]
+            return lists, entry, x.slices.seqlen_k, [way(x) for x in ways]
+
+        sizes = (where.cp_size, self.rows, where.keys.seqlen_local)
+        of_mask = (None if self.bits is None else tuple(self.bits.shape), tuple(self.entries))
+        placements = [
+            None if x is None else (x.total, x.chunk_size, x.chunks.tolist())
+            for x in (where, where.other_keys)
         ]
-        # All tables of ranges become a list and int32 together.
-        ranges = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
-        table = torch.cat([*ranges, torch.zeros(0, 4, dtype=torch.int64, device="cpu")])
-        numbers = iter(table.flatten().tolist())
-        tables = iter(table.int().split([*map(len, ranges), 0]))
-        data = []
-        for slices, transfer, _, entry in stages:
-            meta += [int(transfer is None), len(slices), slices.seqlen_k]
-            data += [slices.q_ranges, slices.k_ranges, slices.mask_types]
-            if entry is not None and self.entries.number > 1:
-                data.append(entry)
-            if transfer is None:
-                continue
-            for way in (transfer, *(transfer.legs or ())):
-                num_runs = [len(way.sends), len(way.recvs)]
-                meta += [*num_runs, way.peak_received, *way.send_counts, *way.recv_counts]
-                meta += itertools.islice(numbers, 4 * sum(num_runs))
-                data += [next(tables), next(tables)]
+        passes = [[stage(x) for x in stages] for stages in (self.forward, self.backward)]
+        rest = (self.forward_is_early, self.hosts, self.relayed)
+        text = pickle.dumps((sizes, of_mask, placements, passes, rest), pickle.HIGHEST_PROTOCOL)
+        words = array("q", [self.digest, self.rank])
+        words.frombytes(text.ljust(-(-len(text) // 8) * 8, b"\0"))
         # Never fewer than two entries, which Dynamo would take for a constant size: the next plan would compile again.
-        flat = torch.cat(
-            [*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32, device="cpu")]
-        )
-        host = torch.frombuffer(array("q", meta), dtype=torch.int64)
+        flat = torch.cat([*data, torch.zeros(2, dtype=torch.int32, device="cpu")])
         flat = to_device(flat, device)
         if self.bits is not None:  # in front, where their rows are aligned as kernels read them
             flat = torch.cat([to_device(self.bits, device).flatten(), flat])
-        return PlanTensors(host, flat)
+        return PlanTensors(torch.frombuffer(words, dtype=torch.int64), flat)
 
 
 def plan_rank(
@@ -237,23 +226,9 @@ def plan_rank_together(
     permutation: Tensor | Placement | None = None,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[RankPlan]:
-    """The plans of one rank for several masks of one sequence, whose tokens have one placement.
-
-    Args:
-        masks: each over the whole sequence, the same on every rank.
-        cp_size: number of ranks.
-        rank: this rank.
-        options: the same on every rank.
-        weights: how often each mask is attended to; once by default.
-        permutation: where tokens lie already, as in `dispatch_as`; `options` then have no say in it.
-        keys: where the keys of each mask lie already, as in `dispatch_together`.
-
-    Returns:
-        A plan for each mask.
-
-    Raises:
-        ValueError: if an argument is out of range, or the masks do not fit each other or `keys`.
-    """
+    """The plans of one rank for several masks of one sequence, whose tokens have one placement. As `plan_rank`;
+    `weights` and `keys` as in `dispatch_together`. `permutation` says where tokens lie already, as in `dispatch_as`;
+    `options` then have no say in it."""
     weights = [1] * len(masks) if weights is None else list(weights)
     check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
@@ -273,30 +248,20 @@ def plan_rank_together(
         others += [_bytes_of(-3), b"" if placement is None else _content_of_placement(placement)]
     rest = b"".join([*others, _text_of(options)])
     digests = [_digest(content + rest) for content in contents]
-    with _lock:
-        if all((digest, rank) in _plans for digest in digests):
-            return recent(_plans, [(digest, rank) for digest in digests])
-    if permutation is not None:
-        wheres = dispatch_as(masks, cp_size, permutation, keys)
-    else:
-        wheres = dispatch_together(
-            masks,
-            weights,
-            cp_size,
-            chunk_size=options.chunk_size,
-            strategy=options.strategy,
-            slack=options.slack,
-            cost=options.cost,
-            keys=keys,
-        )
-    made = [
-        _plan(where, rank, options, digest, mask)
-        for where, digest, mask in zip(wheres, digests, masks, strict=True)
-    ]
-    with _lock:
-        for digest, plan in zip(digests, made, strict=True):
-            _plans.setdefault((digest, rank), plan)
-        return recent(_plans, [(digest, rank) for digest in digests])
+
+    def make() -> list[RankPlan]:
+        if permutation is not None:
+            wheres = dispatch_as(masks, cp_size, permutation, keys)
+        else:
+            names = ("chunk_size", "strategy", "slack", "cost")
+            chosen = {name: getattr(options, name) for name in names}
+            wheres = dispatch_together(masks, weights, cp_size, **chosen, keys=keys)
+        return [
+            _plan(where, rank, options, digest, mask)
+            for where, digest, mask in zip(wheres, digests, masks, strict=True)
+        ]
+
+    return _plans.get([(digest, rank) for digest in digests], make)
 
 
 def plan_rank_ahead(
@@ -306,21 +271,13 @@ def plan_rank_ahead(
     options: ContextParallelOptions = ContextParallelOptions(),
     device: torch.device | str | None = None,
 ) -> Future[RankPlan]:
-    """`plan_rank` on a thread of its own, for the next batch while this one is computed; plans queue up. See
-    `plan_ahead` for `plan`.
+    """`plan_rank` on a thread of its own, with the same arguments, for the next batch while this one is computed; plans
+    queue up. See `plan_ahead` for `plan`.
 
-    Args:
-        slices: as in `plan_rank`, like `cp_size`, `rank` and `options`.
-        cp_size: see `slices`.
-        rank: see `slices`.
-        options: see `slices`.
-        device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
-
-    Returns:
-        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too. It
-        belongs to this process: in a fork, for example a worker of a DataLoader, ask again.
+    `result()` gives the plan, or raises as `plan_rank` does. Its tensors are put on `device` as well; None leaves that
+    to `RankPlan.tensors`. Once done, `plan_rank` finds the plan too. The future belongs to this process: in a fork, for
+    example a worker of a DataLoader, ask again.
     """
-
     where = None if device is None else check_device(device)
 
     def run() -> Callable[[], RankPlan]:
@@ -338,12 +295,8 @@ def plan_rank_ahead(
 
 class Ahead(Future[Any]):
     """Gives what a thread has planned, on the device: in the order of the stream of who asks, because on a stream of
-    the thread's own the host would have to wait until the plan has arrived, behind all that the GPU does.
-
-    Args:
-        planned: gives the function that puts the plan on the device.
-        device: None if it stays on the host.
-    """
+    the thread's own the host would have to wait until the plan has arrived, behind all that the GPU does. `planned`
+    gives the function that puts the plan on `device`, which is None if it stays on the host."""
 
     def __init__(self, planned: Future[Callable[[], Any]], device: torch.device | None = None):
         super().__init__()
@@ -385,20 +338,65 @@ def planner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magi-plan")
 
 
-_plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
-_lock = Lock()
+class Planned(Protocol):
+    """A plan that is kept."""
+
+    @property
+    def bits(self) -> Tensor | None: ...
 
 
-def forget() -> None:
-    """Forgets all plans."""
-    with _lock:
-        _plans.clear()
+_Kept = TypeVar("_Kept", bound=Planned)
+
+
+class Recent(Generic[_Kept]):
+    """Recent plans by key, for several threads: no more than `CACHE_SIZE`, nor, but for the newest `least`, more than
+    `MOST_BITS` of blocks of bits. Those of one request are kept together."""
+
+    def __init__(self, least: int = 1):
+        self.plans: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self.lock, self._least = Lock(), least
+        _all_recent.append(self)
+
+    def get(self, keys: Sequence[Hashable], make: Callable[[], Sequence[_Kept]]) -> list[_Kept]:
+        """The plans of `keys`, which are the newest from now on; `make` makes all of them if one is missing."""
+        found: list[_Kept] = []
+        with self.lock:
+            for key in keys:
+                if (plan := self.plans.get(key)) is not None:
+                    self.plans.move_to_end(key)
+                    found.append(plan)
+        if len(found) == len(keys):
+            return found
+        made = make()
+        with self.lock:
+            kept = [self.plans.setdefault(key, x) for key, x in zip(keys, made, strict=True)]
+            for key in keys:
+                self.plans.move_to_end(key)
+            while len(self.plans) > max(CACHE_SIZE, len(keys)):
+                self.plans.popitem(last=False)
+            if any(x.bits is not None for x in kept):
+                least = max(self._least, len(keys))
+                while len(self.plans) > least and self._num_bytes() > MOST_BITS:
+                    self.plans.popitem(last=False)
+        return kept
+
+    def _num_bytes(self) -> int:
+        return sum(0 if x.bits is None else x.bits.nbytes for x in self.plans.values())
+
+    def clear(self) -> None:
+        with self.lock:
+            self.plans.clear()
+
+
+_all_recent: list[Recent[Any]] = []
+_plans: Recent[RankPlan] = Recent()
+forget = _plans.clear
 
 
 def _begin_anew() -> None:
-    """In a forked process, which has neither the planner's thread nor whoever may hold the lock."""
-    global _lock
-    _lock = Lock()
+    """In a forked process, which has neither the planner's thread nor whoever may hold a lock."""
+    for recent in _all_recent:
+        recent.lock = Lock()
     planner.cache_clear()
 
 
@@ -469,34 +467,3 @@ def _bytes_of(*numbers: int) -> bytes:
 def _digest(content: bytes) -> int:
     """63 bits that two different plans do not share."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
-
-
-class Planned(Protocol):
-    """A plan that is kept."""
-
-    @property
-    def bits(self) -> Tensor | None: ...
-
-
-_Kept = TypeVar("_Kept", bound=Planned)
-
-
-def recent(
-    kept: OrderedDict[Hashable, _Kept], keys: Sequence[Hashable], least: int = 1
-) -> list[_Kept]:
-    """The kept values of `keys`, which are the newest from now on. Of the others, no more are kept than `CACHE_SIZE` in
-    all, nor, but for the newest `least`, more than `MOST_BITS` of `bits`."""
-    found = [kept[key] for key in keys]
-    for key in keys:
-        kept.move_to_end(key)
-    while len(kept) > max(CACHE_SIZE, len(keys)):
-        kept.popitem(last=False)
-    if any(value.bits is not None for value in found):
-        least = max(least, len(keys))
-        while len(kept) > least and sum(map(_bytes_of_bits, kept.values())) > MOST_BITS:
-            kept.popitem(last=False)
-    return found
-
-
-def _bytes_of_bits(plan: Planned) -> int:
-    return 0 if plan.bits is None else plan.bits.nbytes

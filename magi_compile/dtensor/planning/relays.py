@@ -1,16 +1,13 @@
-"""Rows that cross hosts once for each host, and who hands them on there.
-
-Links between hosts are slow, those inside of a host (or of a rack, if its links are as fast) are not. Where several
-ranks of a host need a row of another host in one stage, it is sent to one of them, and that one hands it on:
+"""Rows that cross hosts once for each host, and who hands them on there (`docs/kernels/across_ranks.md`).
 
     first leg     from the rank that holds a row    to every rank of its host that needs it,
                                                     and to one rank of each other host that needs it
     second leg    from that rank                    to the others of its host that need it
 
-Rows that the same ranks of a host need are dealt to these in equal parts, of `LEAST_PART` rows or more. Every rank has
-a link of its own to other hosts: where one would receive more by it than its host does in the mean, and more than any
-rank sends, others of the host receive the rest for it. What a rank receives for others alone lies behind the rows of
-its buffer (**staged** rows). But for these every rank receives the rows that it needs, once, as without relays.
+Rows that the same ranks of a host need are dealt to these in equal parts, of `LEAST_PART` rows or more. Where one would
+receive more from other hosts than its host does in the mean, and more than any rank sends, others of the host receive
+the rest for it. What a rank receives for others alone lies behind the rows of its buffer (**staged** rows). But for
+these every rank receives the rows that it needs, once, as without relays.
 """
 
 from __future__ import annotations
@@ -64,41 +61,21 @@ class MovingRows(NamedTuple):
 
 
 class Relays(NamedTuple):
-    """The rows that cross hosts, of all ranks.
+    """The rows that cross hosts, of all ranks. A segment are neighbouring rows that the same ranks of a host need."""
 
-    A segment are neighbouring rows that the same ranks of a host need.
-
-    Attributes:
-        far: the ranges that ranks need of other hosts.
-        parts: of these, those that cross: one for each part of a segment, to the rank that hands it on.
-        is_staged: bool `[num_parts]`, whether that rank does not need it itself.
-        segment: int64 `[num_parts]`, that of each, ascending.
-        need: int64 `[num_pairs]`, for all segments one after the other the ranges of `far` that contain it.
-        first: int64 `[num_segments]`, where those of each begin.
-        num_ranks: int64 `[num_segments]`, and how many they are.
-    """
-
-    far: MovingRows
-    parts: MovingRows
-    is_staged: Tensor
-    segment: Tensor
-    need: Tensor
-    first: Tensor
-    num_ranks: Tensor
+    far: MovingRows  # the ranges that ranks need of other hosts
+    parts: MovingRows  # of these, those that cross: one for each part of a segment, to the rank that hands it on
+    is_staged: Tensor  # bool `[num_parts]`, that rank does not need it itself
+    segment: Tensor  # int64 `[num_parts]`, that of each, ascending
+    need: Tensor  # int64 `[num_pairs]`, for all segments one after the other the ranges of `far` that contain it
+    first: Tensor  # int64 `[num_segments]`, where those of each begin
+    num_ranks: Tensor  # int64 `[num_segments]`, and how many they are
 
     @staticmethod
     def of(far: MovingRows, host: Tensor, room: Tensor) -> Relays:
-        """The relays for ranges `far` that receivers need of other hosts.
-
-        Args:
-            far: every range that a rank needs of another host, by stages and receivers; those of one receiver and stage
-                are disjoint.
-            host: int64 `[cp_size]`, that of each rank.
-            room: int64 `[num_stages, cp_size]`, rows of each rank's buffer, behind which staged rows lie.
-
-        Returns:
-            The relays.
-        """
+        """The relays for every range that a rank needs of another host, by stages and receivers; those of one receiver
+        and stage are disjoint. `host`, int64 `[cp_size]`, is that of each rank; `room`, int64 `[num_stages, cp_size]`,
+        rows of each rank's buffer, behind which staged rows lie."""
         num_hosts = int(host.max()) + 1
         span = int(far.hi.max()) + 1 if len(far.hi) else 1
         # Every host and stage has a line of its own.
@@ -214,9 +191,8 @@ def _relieved(parts: MovingRows, host: Tensor) -> Tensor:
     by_host = host.argsort(stable=True)
     left = (share - kept).clamp(min=0).view(num_stages, cp_size)[:, by_host].flatten()
     end = left.cumsum(0)
-    line_of_rank = (
-        torch.arange(num_stages, device="cpu")[:, None] * num_hosts + host[by_host]
-    ).flatten()
+    stages = torch.arange(num_stages, device="cpu")[:, None]
+    line_of_rank = (stages * num_hosts + host[by_host]).flatten()
     first = _first_of_line(line_of_rank)
     begin_of_line = rows.new_zeros(num_stages * num_hosts)
     begin_of_line[line_of_rank] = pick(end - left, first)

@@ -12,7 +12,6 @@ is computed, and where it does not, a pass waits, or a stage hides as much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from magi_compile.dtensor.planning.comm_plan import StageLoads
@@ -37,18 +36,29 @@ EARLY_FORWARD_COST = 0.02
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A forward pass of the slowest rank."""
-    return _forward(loads, [degree], cost)[0]
+    call = _Call(loads.query_rows * cost.stage_seconds_per_row)
+    cast = _cast(loads, degree, cost)
+    return _first_and_last_end(degree, cast, loads, cost.seconds_per_area, call)[1]
 
 
 def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A backward pass of the slowest rank: keys are cast again, their gradients go home stage by stage."""
-    return _backward(loads, [degree], cost)[0]
+    seconds_per_area = cost.seconds_per_area * cost.backward_area_factor
+    stage = loads.query_rows * cost.backward_stage_seconds_per_row
+    # Half a wave of thread blocks idles at the end of a remote stage: what dealing the tiles of packed documents to
+    # 132 SMs gives, between the mean over ranks and the slowest one.
+    call = _Call(stage, BEFORE_KEYS * stage, IDLE_WAVES * cost.backward_wave_rows)
+    cast = _cast(loads, degree, cost)
+    first, last = _first_and_last_end(degree, cast, loads, seconds_per_area, call)
+    # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
+    # each other from the first stage on, or the last one starts as its stage ends.
+    reduce = cast * cost.backward_reduce_factor
+    return max(first + max(degree, 1) * reduce, last + reduce)
 
 
 def early_seconds(loads: StageLoads, cost: CostModel) -> float:
     """A forward pass with degree 0 of the slowest rank, by a kernel that begins before remote keys are there."""
-    (cast,) = _casts(loads, [1], cost)
-    stage = loads.query_rows * cost.stage_seconds_per_row
+    cast, stage = _cast(loads, 1, cost), loads.query_rows * cost.stage_seconds_per_row
     return max(
         _early_forward(area, local, cast) + min(min(cast, local) / max(area, 1e-9), 1.0) * stage
         for area, local in _areas(loads, cost.seconds_per_area)
@@ -61,25 +71,18 @@ def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     That is where it hides more than it costs. What splits of tiles cost is left out: where rows have few keys, tiles
     without remote ones keep a rank busy for most of the time, and have none.
     """
-    areas, (cast,) = _areas(loads, cost.seconds_per_area), _casts(loads, [1], cost)
+    areas, cast = _areas(loads, cost.seconds_per_area), _cast(loads, 1, cost)
     early = max(_early_forward(area, local, cast) for area, local in areas)
     return early < max(area + cast for area, _ in areas)
 
 
 class PassWay(NamedTuple):
-    """The way of a pass.
+    """The way of a pass."""
 
-    Attributes:
-        degree: remote stages.
-        is_early: whether a forward begins before its remote keys are there; its degree is 0 then.
-        is_relayed: whether rows cross hosts by way of relays.
-        seconds: predicted.
-    """
-
-    degree: int
-    is_early: bool
-    is_relayed: bool
-    seconds: float
+    degree: int  # remote stages
+    is_early: bool  # a forward begins before its remote keys are there; its degree is 0 then
+    is_relayed: bool  # rows cross hosts by way of relays
+    seconds: float  # predicted
 
 
 def choose_pass(
@@ -91,20 +94,11 @@ def choose_pass(
     early: bool = False,
     relayed: bool | None = None,
 ) -> PassWay:
-    """The stages of a pass, and the way of its rows. All ranks compute the same.
+    """The stages of a pass, and the way of its rows; what is None takes what is predicted to be faster. All ranks
+    compute the same.
 
-    Args:
-        loads: of all ranks.
-        cost: rates.
-        degree: remote stages; None chooses.
-        backward: of the backward pass.
-        early: whether a forward pass with degree 0 may begin before remote keys are there; no matter with `backward`.
-        relayed: whether rows cross hosts by way of relays; None takes what is predicted to be faster. Without several
-            hosts they do not.
-
-    Returns:
-        The choice, with relays by a choice of one stage at most: those that need a row share its way if they need it in
-        one stage.
+    Relays need several hosts, and a choice of one stage at most: those that need a row share its way if they need it in
+    one stage. `early` allows a forward pass with degree 0 to begin before remote keys are there.
     """
 
     def way(its_loads: StageLoads, *, is_relayed: bool) -> PassWay:
@@ -134,53 +128,18 @@ def choose_degree(
     early: bool = False,
     max_degree: int = MAX_DEGREE,
 ) -> int:
-    """The smallest degree within `TIE` of the fastest. All ranks compute the same.
-
-    Args:
-        loads: of all ranks.
-        cost: rates.
-        backward: of the backward pass.
-        early: whether a forward pass with degree 0 may begin before remote keys are there; no matter with `backward`.
-        max_degree: the largest to consider.
-
-    Returns:
-        The number of remote stages; 0 for a single call.
-    """
+    """The smallest number of remote stages, 0 for a single call, within `TIE` of the fastest. `early` as in
+    `choose_pass`."""
     if not any(loads.received):
         return 1  # nothing moves, and keys that are attended in place are not even copied
-    seconds = _backward if backward else _forward
-    predicted = seconds(loads, range(max_degree + 1), cost)
+    seconds = backward_seconds if backward else forward_seconds
+    predicted = [seconds(loads, i, cost) for i in range(max_degree + 1)]
     if early and not backward and forward_begins_early(loads, cost):
         predicted[0] = early_seconds(loads, cost)
     return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
 
 
 # In floats: for a few ranks, tensors would take ten times as long.
-
-
-def _forward(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
-    """Seconds for each of `degrees`."""
-    ranks = _ranks(loads, cost.seconds_per_area)
-    call = _Call(loads.query_rows * cost.stage_seconds_per_row)
-    casts = zip(degrees, _casts(loads, degrees, cost), strict=True)
-    return [_first_and_last_end(degree, cast, ranks, call)[1] for degree, cast in casts]
-
-
-def _backward(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
-    """Seconds for each of `degrees`."""
-    ranks = _ranks(loads, cost.seconds_per_area * cost.backward_area_factor)
-    stage = loads.query_rows * cost.backward_stage_seconds_per_row
-    # Half a wave of thread blocks idles at the end of a remote stage: what dealing the tiles of packed documents to
-    # 132 SMs gives, between the mean over ranks and the slowest one.
-    call = _Call(stage, BEFORE_KEYS * stage, IDLE_WAVES * cost.backward_wave_rows)
-    found = []
-    for degree, cast in zip(degrees, _casts(loads, degrees, cost), strict=True):
-        first, last = _first_and_last_end(degree, cast, ranks, call)
-        # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
-        # each other from the first stage on, or the last one starts as its stage ends.
-        reduce = cast * cost.backward_reduce_factor
-        found.append(max(first + max(degree, 1) * reduce, last + reduce))
-    return found
 
 
 #: Seconds of all keys and of the local ones, of each rank.
@@ -196,21 +155,11 @@ def _early_forward(area: float, local: float, cast: float) -> float:
     return area * (1 + EARLY_FORWARD_COST) + max(cast - local, 0.0)
 
 
-def _casts(loads: StageLoads, degrees: Sequence[int], cost: CostModel) -> list[float]:
-    """Seconds of one cast for each of `degrees`; the slowest link decides, and exchanges follow each other."""
+def _cast(loads: StageLoads, degree: int, cost: CostModel) -> float:
+    """Seconds of one of `degree` casts; the slowest link decides, and exchanges follow each other."""
     hops = loads.exchanges
     rows = sum(max(hop.near, hop.far * cost.other_host_factor) for hop in hops)
-    seconds, latency = rows * cost.seconds_per_row, len(hops) * cost.latency_seconds
-    return [latency + seconds / max(degree, 1) for degree in degrees]
-
-
-class _Rank(NamedTuple):
-    """The computation of a rank, in seconds."""
-
-    local: float  # of local keys in a call of their own
-    remote: float  # of remote keys
-    merged: float  # of all keys in one call
-    recv_rows: int
+    return len(hops) * cost.latency_seconds + rows * cost.seconds_per_row / max(degree, 1)
 
 
 class _Call(NamedTuple):
@@ -221,16 +170,8 @@ class _Call(NamedTuple):
     idle_rows: float = 0.0  # what a stage is longer by, of rows that it receives
 
 
-def _ranks(loads: StageLoads, seconds_per_area: float) -> list[_Rank]:
-    areas = _areas(loads, seconds_per_area)
-    return [
-        _Rank(local, area - local, area, rows)
-        for (area, local), rows in zip(areas, loads.received, strict=True)
-    ]
-
-
 def _first_and_last_end(
-    degree: int, cast: float, ranks: Sequence[_Rank], call: _Call
+    degree: int, cast: float, loads: StageLoads, seconds_per_area: float, call: _Call
 ) -> tuple[float, float]:
     """When the slowest rank is done with the first and with the last stage that needs a cast.
 
@@ -238,10 +179,11 @@ def _first_and_last_end(
     long each, so stages either follow each other from the first one on, or the last one goes on as its cast ends.
     """
     parts, firsts, lasts = max(degree, 1), [], []
-    for local, remote, merged, rows in ranks:
-        done, stage = 0.0, merged + call.seconds
+    areas = _areas(loads, seconds_per_area)
+    for (area, local), rows in zip(areas, loads.received, strict=True):
+        done, stage = 0.0, area + call.seconds
         if degree:
-            idle = call.idle_rows * parts / max(rows, 1)
+            idle, remote = call.idle_rows * parts / max(rows, 1), area - local
             done, stage = local + call.seconds, remote * (1 + idle) / parts + call.seconds
         with_keys = stage - call.before_keys
         first = max(done + call.before_keys, cast) + with_keys

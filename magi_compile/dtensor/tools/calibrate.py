@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.planning.cost import (
-    DEFAULT_COST,
-    CostModel,
-    check_groups,
-    wave_rows,
-)
+from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel, check_heads, wave_rows
 from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of, launched_hosts
 from magi_compile.dtensor.transport.collectives import (
     Collective,
@@ -29,18 +24,12 @@ from magi_compile.dtensor.transport.collectives import (
     check_collective,
 )
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.kernels.base import (
-    AttnProblem,
-    BackwardOutput,
-    ForwardOutput,
-    Grads,
-    Saved,
-)
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.plan import Plan
 from magi_compile.kernels.select import problem_of, select
-from magi_compile.masks.arguments import check_count, check_device
+from magi_compile.masks.arguments import check_device
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.ops.validation import DTYPES
 
@@ -88,10 +77,7 @@ def calibrate(
         raise TypeError(
             f"`group` must be a process group of which this process is a member, got {type(group).__name__}"
         )
-    numbers = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "head_dim": head_dim}
-    for name, given in (numbers | {"seqlen": seqlen, "repeats": repeats}).items():
-        check_count(name, given, 1)
-    check_groups(nheads_q, nheads_kv)
+    check_heads(nheads_q, nheads_kv, head_dim=head_dim, seqlen=seqlen, repeats=repeats)
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
     check_collective(collective)
@@ -186,17 +172,7 @@ def _backward_stage_seconds(attention: _TimedAttention, clock: _Clock) -> float:
 
 
 class _Moving:
-    """Casts and reduces.
-
-    Args:
-        collective: moves the rows.
-        tensors: whose rows move.
-        group: the ranks.
-        clock: measures.
-
-    Attributes:
-        latency: the time of a cast of one row.
-    """
+    """Casts and reduces of the rows of `tensors`; `latency` is the time of a cast of one row."""
 
     def __init__(
         self,
@@ -212,7 +188,7 @@ class _Moving:
         self.latency = clock.seconds(lambda: self._cast(one_row))
 
     def _route(self, peers: Sequence[Sequence[int]], rows: int) -> Route:
-        return _everything(self._group, peers, rows, self._tensors[0].device)
+        return Route.of_peers(self._group.rank(), peers, rows, self._tensors[0].device)
 
     def _cast(self, route: Route) -> Sequence[Tensor]:
         casts = self._collective.casts(self._tensors, [route], self._group)
@@ -246,28 +222,10 @@ def _peers(cp_size: int, host: Sequence[int] | None) -> tuple[list[list[int]], l
     return near, far
 
 
-def _keys(
-    queries: int,
-    keys: int,
-    device: torch.device,
-    seqlen_q: int | None = None,
-) -> AttnSlices:
+def _keys(queries: int, keys: int, device: torch.device, seqlen_q: int | None = None) -> AttnSlices:
     """One slice, of the first queries if there are more."""
     slices = [AttnSlice((0, queries), (0, keys), MaskType.FULL)]
     return AttnSlices.from_slices(slices, seqlen_q or queries, keys).to(device)
-
-
-def _everything(
-    group: dist.ProcessGroup, peers: Sequence[Sequence[int]], rows: int, device: torch.device
-) -> Route:
-    """Each rank sends its first `rows` rows to each of its peers, whose peer it is."""
-    rank, mine = group.rank(), peers[group.rank()]
-    sends = [[peer, 0, peers[peer].index(rank) * rows, rows] for peer in mine]
-    recvs = [[peer, i * rows, 0, rows] for i, peer in enumerate(mine)]
-    ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu").view(-1, 4)
-    counts = [rows if peer in mine else 0 for peer in range(group.size())]
-    numbers = [len(mine), len(mine), rows * max(map(len, peers)), *counts, *counts]
-    return Route.unpack([*numbers, *ranges.flatten().tolist()], ranges.to(device), group.size())
 
 
 class _Clock:

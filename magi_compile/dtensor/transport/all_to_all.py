@@ -143,10 +143,9 @@ def _refuse_expandable_segments(*buffers: Tensor) -> None:
         return
     if torch.cuda.get_allocator_backend() == "native" and _are_expandable(buffers):
         raise RuntimeError(
-            "`collective` moves rows by NCCL and a CUDA graph captures it in expandable segments, where "
-            "NCCL's registration of graph "
-            "buffers exchanges the wrong memory; set NCCL_GRAPH_REGISTER=0 in the environment of every rank, or remove "
-            "expandable_segments:True from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+            "`collective` moves rows by NCCL and a CUDA graph captures it in expandable segments, where NCCL's "
+            "registration of graph buffers exchanges the wrong memory; set NCCL_GRAPH_REGISTER=0 in the environment "
+            "of every rank, or remove expandable_segments:True from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
         )
 
 

@@ -3,13 +3,7 @@
     cast      home rows -> buffers    every rank gets the rows its route names, each once
     reduce    buffers -> home rows    the same way back; what arrives for one row adds up in fp32
 
-Implementations are listed in `COLLECTIVES` and found by `select`. One is an object with
-
-    refusals(group, device)              why it cannot serve; equal on every rank, so that all choose alike
-    casts(tensors, routes, group)        an iterator: each `next` starts the cast of the next route
-    outbox(like, route, group)           buffers for the next reduce, best written in place
-    start_reduce(tensors, route, group)  starts a reduce
-    release(group)                       lets go what waits for ranks that do not come
+Implementations of `Collective` are listed in `COLLECTIVES` and found by `select`.
 
 Ranks call in the same order with the same number of routes, also those that neither send nor receive. Nothing makes
 the host wait for the device: a call enqueues work behind what the current stream holds, `PendingCast.wait` and
@@ -51,66 +45,60 @@ class Route:
     Between two ranks, ranges come in the same order on both sides. Home rows may go to several ranks; no row goes to
     one rank twice. The rows of the buffer are `0 .. num_received - 1`, each filled once.
 
-    Attributes:
-        sends: int32 `[num_sends, 4]` on the device of the data, ordered by peer: the home rows from `row` on go to
-            the rows from `peer_row` on in the buffer of `peer`. `peer` may be the rank itself.
-        recvs: int32 `[num_recvs, 4]`, likewise: the rows from `row` on in the buffer are the home rows from
-            `peer_row` on of `peer`.
-        host_sends: `sends` on the CPU.
-        host_recvs: `recvs` on the CPU.
-        send_counts: rows sent to each rank.
-        recv_counts: rows received from each rank.
-        peak_received: the largest `num_received` of any rank.
-        num_received: rows of the buffer.
-        hosts: the host of each rank; None where all are on one, or nobody knows.
-        legs: the same rows by way of relays, if they are planned (`planning/relays.py`): home rows to buffers, and then
-            rows of buffers to others of the same host. The two together fill each row of the buffer once, and the first
-            one rows behind it, which are there to be handed on.
+    Legs are the same rows by way of relays (`planning/relays.py`): home rows to buffers, and then rows of buffers to
+    others of the same host. The two together fill each row of the buffer once, and the first one rows behind it, which
+    are there to be handed on.
     """
 
+    # int32 `[num, 4]` on the device of the data, ordered by peer, which may be the rank itself: home rows from `row` on
+    # go to the rows from `peer_row` on in the buffer of `peer`; rows of the buffer are home rows of `peer` likewise.
     sends: Tensor
     recvs: Tensor
-    host_sends: Tensor
+    host_sends: Tensor  # the same on the CPU
     host_recvs: Tensor
-    send_counts: list[int]
-    recv_counts: list[int]
-    peak_received: int
-    num_received: int
-    hosts: tuple[int, ...] | None = None
-    legs: tuple[Route, Route] | None = None
+    send_counts: list[int]  # rows sent to each rank
+    recv_counts: list[int]  # rows received from each rank
+    peak_received: int  # the largest `num_received` of any rank
+    num_received: int  # rows of the buffer
+    hosts: tuple[int, ...] | None = (
+        None  # that of each rank; None where all are on one, or nobody knows
+    )
+    legs: tuple[Route, Route] | None = None  # if they are planned
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def unpack(
-        host: list[int],
-        ranges: Tensor,
-        cp_size: int,
+    def of(
+        on_host: Tensor,
+        on_device: Tensor,
+        num_sends: int,
+        send_counts: list[int],
+        recv_counts: list[int],
+        peak_received: int,
         hosts: tuple[int, ...] | None = None,
     ) -> Route:
-        """A route of `[num_sends, num_recvs, peak_received, *send_counts, *recv_counts, *sends, *recvs]`, with
-        `ranges`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`, and the host of each rank."""
-        num_sends, num_recvs, peak_received, *rest = host
-        counts, flat = rest[: 2 * cp_size], rest[2 * cp_size :]
-        on_host = torch.tensor(flat, dtype=torch.int32, device="cpu").view(-1, 4)
-        sends, recvs = ranges.split([num_sends, num_recvs])
-        host_sends, host_recvs = on_host.split([num_sends, num_recvs])
-        send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
-        of_rows = (send_counts, recv_counts, peak_received, sum(recv_counts))
-        return Route(sends, recvs, host_sends, host_recvs, *of_rows, hosts)
+        """A route of its sends and, behind them, its recvs, int32 `[num, 4]`."""
+        halves = ((x[:num_sends], x[num_sends:]) for x in (on_device, on_host))
+        (sends, recvs), (host_sends, host_recvs) = halves
+        numbers = (send_counts, recv_counts, peak_received, sum(recv_counts))
+        return Route(sends, recvs, host_sends, host_recvs, *numbers, hosts)
+
+    @staticmethod
+    def of_peers(
+        rank: int, peers: Sequence[Sequence[int]], rows: int, device: torch.device
+    ) -> Route:
+        """That of `rank` where each rank sends its first `rows` rows to each of its `peers`, whose peer it is."""
+        mine = peers[rank]
+        sends = [[peer, 0, peers[peer].index(rank) * rows, rows] for peer in mine]
+        recvs = [[peer, i * rows, 0, rows] for i, peer in enumerate(mine)]
+        ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu").view(-1, 4)
+        counts = [rows if peer in mine else 0 for peer in range(len(peers))]
+        peak = rows * max(map(len, peers))
+        return Route.of(ranges, ranges.to(device), len(mine), counts, counts, peak)
 
     def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
-        """`make(self, *arguments)`, made once: what an implementation needs of the route.
-
-        Args:
-            make: makes it of the route and `arguments`; the result is kept under this function alone.
-            *arguments: the same in each call.
-
-        Returns:
-            What `make` returned when it was called.
-
-        Raises:
-            RuntimeError: if it would have to be made while a graph is being captured.
-        """
+        """`make(self, *arguments)`, made once: what an implementation needs of the route, kept under that function
+        alone, with the same arguments in each call. Raises RuntimeError if it would have to be made while a graph is
+        being captured."""
         if make not in self._derived:
             refuse_to_be_recorded(self.sends)
             with _compat.outside_of_modes():
@@ -124,15 +112,8 @@ def is_recorded(device: torch.device) -> bool:
 
 
 def refuse_to_be_recorded(x: Tensor) -> None:
-    """Called where something is computed from a plan on the device of `x`, to be kept: a graph would record it, and
-    what is kept would hold nothing before the first replay.
-
-    Args:
-        x: on the device in question.
-
-    Raises:
-        RuntimeError: while a graph is being captured.
-    """
+    """Called where something is computed from a plan on the device of `x`, to be kept: raises RuntimeError while a
+    graph is being captured, which would record it, so that what is kept would hold nothing before the first replay."""
     if is_recorded(x.device):
         raise RuntimeError(
             "the first use of a plan allocates tables on the device, which a CUDA graph cannot capture: "
@@ -141,14 +122,9 @@ def refuse_to_be_recorded(x: Tensor) -> None:
 
 
 class PendingCast(Protocol):
-    """A cast under way.
+    """A cast under way."""
 
-    Attributes:
-        sms: that it needs and may still be waiting for, so that an attention kernel beside it had better leave them
-            free.
-    """
-
-    sms: int
+    sms: int  # that it may still be waiting for, so that attention beside it had better leave them free
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -222,21 +198,11 @@ COLLECTIVES: dict[str, str] = {
 def select(
     name: str, group: dist.ProcessGroup, device: torch.device, *, has_legs: bool = False
 ) -> Collective:
-    """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing; why the
-    others do is logged.
+    """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing, of which there
+    is one instance; why the others do is logged. `has_legs` says if all routes of the plan have legs.
 
-    Args:
-        name: as in `COLLECTIVES`, or "auto".
-        group: the ranks.
-        device: of the rows that are to move.
-        has_legs: whether all routes of the plan have legs.
-
-    Returns:
-        The implementation, of which there is one instance.
-
-    Raises:
-        ValueError: if there is none of that name.
-        NotImplementedError: if every considered one refuses, with all reasons.
+    Raises ValueError if there is none of that name, and NotImplementedError, with all reasons, if every considered one
+    refuses.
     """
     chosen, key = _chosen.setdefault(group, {}), (name, device, has_legs)
     if key not in chosen:
@@ -275,7 +241,12 @@ def _select(
     for considered in COLLECTIVES if name == "auto" else (name,):
         if considered == HIERARCHICAL and not has_legs:
             continue
-        refusals = _refusals(considered, group, device)
+        try:
+            collective = _load(considered)
+        except ImportError as error:
+            refusals = [f"cannot be imported: {error}"]
+        else:
+            refusals = collective.refusals(group, device)
         if not refusals:
             if reasons and group.rank() == 0:
                 listed = "\n".join(reasons)
@@ -294,11 +265,3 @@ def _load(name: str) -> Collective:
         module_name, _, class_name = COLLECTIVES[name].partition(":")
         _loaded[name] = getattr(importlib.import_module(module_name), class_name)()
     return _loaded[name]
-
-
-def _refusals(name: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    try:
-        collective = _load(name)
-    except ImportError as error:
-        return [f"cannot be imported: {error}"]
-    return collective.refusals(group, device)

@@ -39,18 +39,7 @@ class Hierarchical(AllToAll):
 
 
 class _Legs:
-    """Both legs of a route row by row.
-
-    Args:
-        route: with legs.
-        rank: this rank.
-
-    Attributes:
-        kept: int32, which of the rows that the first leg brings are not staged.
-        kept_rows: int32, where these go in the buffer.
-        relayed: int32, the place of each row of the second leg among those that the first one brings.
-        sums: what this rank sends home: its own partial results, and those of its host that it hands on.
-    """
+    """Both legs of a route row by row, int32."""
 
     def __init__(self, route: Route, rank: int):
         assert route.legs is not None
@@ -62,16 +51,19 @@ class _Legs:
         # Staged rows follow those of the buffer, and are not more than all that arrive.
         place = arriving.new_full((self.num_received + len(arriving),), -1)
         place[arriving.long()] = number
+        # The place of each row of the second leg among those that the first one brings.
         self.relayed = place[self.second.send_rows.long()]
         is_staged = arriving >= self.num_received
         # Counted by the host, so that it does not wait. A range may have rows of both kinds.
         peer, row, _, count = route.legs[0].host_recvs.unbind(1)
         in_buffer = (row + count).clamp(max=self.num_received).sub(row).clamp(min=0)
         num_kept = int(in_buffer[peer != rank].sum())
+        # Which of the rows that the first leg brings are not staged, and where these go in the buffer.
         self.kept = torch.argsort(is_staged.int(), stable=True)[:num_kept].int()
         self.kept_rows = arriving[self.kept.long()]
         host = [peer for peer, x in enumerate(route.hosts) if x == route.hosts[rank]]
         order = [[rows.OWN if peer == rank else peer for peer in host]]
+        # Sent home: its own partial results, and those of its host that it hands on.
         own = (self.kept, self.kept_rows, order)
         self.sums = rows.Sums(self.relayed, len(arriving), self.second.send_counts, *own)
 
@@ -127,16 +119,8 @@ def _pack_sums(legs: _Legs, tensors: Sequence[Tensor], arrived: Tensor, packed: 
 
 
 class _Behind:
-    """An exchange of rows that are made of what another one brings.
-
-    Args:
-        first: the other one.
-        pack: writes what is sent, given what `first` has brought and the room for it.
-        like: `[num, width]`, of rows like those.
-        send: rows for each rank.
-        recv: rows of each rank.
-        group: the ranks.
-    """
+    """An exchange of rows that are made of what another one, `first`, brings: `pack` writes what is sent, given that
+    and the room for it. Rows are like those of `like`, `[num, width]`."""
 
     def __init__(
         self,

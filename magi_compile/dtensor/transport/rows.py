@@ -28,14 +28,9 @@ def move(
     targets: Sequence[Tensor],
     target_rows: Tensor | None,
 ) -> None:
-    """Row `source_rows[i]` of each of `sources` to row `target_rows[i]` of `targets`; None is i itself.
-
-    Args:
-        sources: `[rows, ...]`; the values of a row lie side by side, or are copied to do so.
-        source_rows: int32 `[num]`.
-        targets: `[rows, ...]`, likewise, with equally many values in a row; never copied.
-        target_rows: int32 `[num]`, no row twice.
-    """
+    """Row `source_rows[i]`, int32 `[num]`, of each of `sources` to row `target_rows[i]` of `targets`, no row twice;
+    None is i itself. All are `[rows, ...]`, with equally many values in a row, which lie side by side; sources are
+    copied to do so."""
     if targets[0].is_cuda:
         _kernels().move(sources, source_rows, targets, target_rows)
         return
@@ -69,16 +64,8 @@ OWN = -1  # among ranks: the rank itself
 
 
 def order_of_sums(rank: int, hosts: Sequence[int] | None) -> list[list[int]] | None:
-    """The order in which rows of `rank` are added up: its own, those of its host by rank, and then host by host what
-    ranks of that host add up to.
-
-    Args:
-        rank: whose rows they are.
-        hosts: the host of each rank; None where all are on one.
-
-    Returns:
-        As `Sums` takes it.
-    """
+    """The order in which rows of `rank` are added up, as `Sums` takes it: its own, those of its host by rank, and then
+    host by host what ranks of that host add up to. `hosts` are those of all ranks; None where all are on one."""
     if hosts is None:
         return None
     peers = range(len(hosts))
@@ -148,8 +135,7 @@ class Sums:
         Args:
             outs: `[num_rows, ...]`, of one dtype; the values of a row lie side by side.
             prior: contiguous tensors of the same shapes, to which all else is added; None for zeros. May be `outs`.
-            buffers: `[num_received, ...]`, what the rank itself has; the values of a row lie side by side, or are
-                copied to do so.
+            buffers: `[num_received, ...]`, what the rank itself has; copied where values of a row lie apart.
             arrived: `[num, ...]`, likewise, of one dtype with `buffers`.
         """
         if outs[0].is_cuda:

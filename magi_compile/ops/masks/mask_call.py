@@ -16,12 +16,7 @@ from magi_compile.masks import AttnSlices, MaskProgram
 from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
-from magi_compile.masks.evaluation.verify import (
-    check_bits,
-    check_slices,
-    is_verified,
-    remember,
-)
+from magi_compile.masks.evaluation.verify import check_bits, check_slices, is_verified, remember
 
 ARGUMENTS = (
     "Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, SymInt seqlen_k, SymInt capacity, "
@@ -30,35 +25,23 @@ ARGUMENTS = (
 
 
 class MaskCall(NamedTuple):
-    """The arguments of such an op.
+    """The arguments of such an op."""
 
-    Attributes:
-        tables: the captured tensors.
-        symbols: the captured ints.
-        program: the text of the mask program.
-        batch: number of batch entries.
-        seqlen_q: rows of each.
-        seqlen_k: keys of each.
-        capacity: room for slices of intervals.
-        device: where to compute.
-        block_lists: those of a BlockMask, or none.
-        block_size: rows and keys of a block of these.
-        verify: whether each call asks for a second opinion.
-        heads: of q and of keys, whose masks differ; 1 and 1 where all heads have the same mask.
-    """
-
-    tables: Sequence[Tensor]
-    symbols: Sequence[int]
-    program: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    capacity: int
-    device: torch.device
-    block_lists: Sequence[Tensor]
-    block_size: Sequence[int]
-    verify: bool = False
-    heads: Sequence[int] = (1, 1)
+    tables: Sequence[Tensor]  # that the program captures
+    symbols: Sequence[int]  # likewise
+    program: str  # the text of the mask program
+    batch: int  # number of batch entries
+    seqlen_q: int  # rows of each
+    seqlen_k: int  # keys of each
+    capacity: int  # room for slices of intervals
+    device: torch.device  # where to compute
+    block_lists: Sequence[Tensor]  # those of a BlockMask, or none
+    block_size: Sequence[int]  # rows and keys of a block of these
+    verify: bool = False  # each call asks for a second opinion
+    heads: Sequence[int] = (
+        1,
+        1,
+    )  # of q and of keys, whose masks differ; 1 and 1 where all have the same mask
 
     @classmethod
     def of(cls, *arguments: object) -> MaskCall:

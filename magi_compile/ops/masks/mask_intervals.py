@@ -19,15 +19,9 @@ _lib = torch.library.Library("magi", "FRAGMENT")
 
 
 def packed_intervals(intervals: RowIntervals, count: int) -> Tensor:
-    """The intervals of the packed rows of all batch entries, as columns of all entries.
-
-    Args:
-        intervals: of a mask that is the same for all heads.
-        count: at least as many as there are.
-
-    Returns:
-        int32 `[batch * seqlen_q, count, 2]`, begin and end; empty ones are `[0, 0)`.
-    """
+    """The intervals of the packed rows of all batch entries, as columns of all entries, of a mask that is the same for
+    all heads: int32 `[batch * seqlen_q, count, 2]`, begin and end; empty ones are `[0, 0)`. `count` is at least as many
+    as there are."""
     assert len(intervals.lo) <= count
     first = torch.arange(intervals.lo.shape[1], device=intervals.lo.device) * intervals.seqlen_k
     edges = torch.stack([intervals.lo, intervals.hi], -1) + first[:, None, None]

@@ -40,19 +40,10 @@ def shape_of_lists(
     intervals: int = 0,
     table: Sequence[Any] | None = None,
 ) -> ListShape:
-    """The sizes of a mask of `lists`, real or fake ones or nodes' values. Lists of blocks that are no multiples of 64
-    become a table.
-
-    Args:
-        lists: of some heads; None where there is only a table.
-        block_size: queries and keys of a block; nothing where there are no lists.
-        sizes: batch entries, and queries and keys of one.
-        intervals: that a query sees at most besides; 0 if the lists say all.
-        table: the sizes of `BlockTable.listed`, of a table beside; else None.
-
-    Returns:
-        The sizes.
-    """
+    """The sizes of a mask of `lists` of some heads, real or fake ones or nodes' values, with blocks of `block_size`
+    queries and keys, or of a `table` alone: the sizes of `BlockTable.listed`. `sizes` are batch entries, and queries
+    and keys of one; a query sees at most so many `intervals` besides, 0 if the lists say all. Lists of blocks that are
+    no multiples of 64 become a table."""
     heads = [1 if table is None else int(table[1])]
     if lists is not None:
         heads += [int(num_blocks.shape[1]) for num_blocks, _ in lists.kinds]
@@ -71,16 +62,7 @@ _NO_BLOCKS = 128, 128  # any
 
 def has_table_of(table: Sequence[Any], block_size: Sequence[int], sizes: Sequence[Any]) -> bool:
     """True if a table of blocks is the way of a mask: beside it there are no lists of blocks that are no multiples of
-    64, and its own are not so small that bit blocks need less memory.
-
-    Args:
-        table: the sizes of `BlockTable.listed`.
-        block_size: queries and keys of a block of lists beside it; nothing where there are none.
-        sizes: batch entries, and queries and keys of one.
-
-    Returns:
-        Whether it is.
-    """
+    64, and its own are not so small that bit blocks need less memory. Arguments as of `shape_of_lists`."""
     return not any(size % CELL for size in block_size) and not any(
         isinstance(count, int) and isinstance(length, int) and count * MIN_TOKENS_OF_BLOCK > length
         for count, length in zip(table[2:], sizes[1:], strict=True)
@@ -172,17 +154,9 @@ def plan_of_block_mask(
     problem: AttnProblem,
     score: ScoreNeeds | None,
 ) -> list[Tensor]:
-    """The plan of an eager call whose mask block lists say alone, kept as long as the BlockMask stays as it is.
-
-    Args:
-        block_mask: made in any way.
-        sizes: batch entries of the call, and queries and keys of one.
-        problem: of the call, without a block map.
-        score: the score program of the call.
-
-    Returns:
-        The packed plan; nothing where the mask_mod says more, or no kernel walks these lists.
-    """
+    """The packed plan of an eager call whose mask block lists say alone, kept as long as the BlockMask stays as it is;
+    nothing where the mask_mod says more, or no kernel walks these lists. `sizes` are batch entries of the call, and
+    queries and keys of one; `problem` has no block map."""
     device = block_mask.kv_num_blocks.device
     if device.type != "cuda" or max(block_mask.BLOCK_SIZE) >= _compat.LARGE_SPARSE_BLOCK_SIZE:
         return []

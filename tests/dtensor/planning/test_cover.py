@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from magi_compile.dtensor.entries import Packing
-from magi_compile.dtensor.execution import unpack
-from magi_compile.dtensor.make_plan import _converted
+from magi_compile.dtensor.call.entries import Packing
+from magi_compile.dtensor.call.execution import unpack
 from magi_compile.dtensor.planning import cover, rank_plan
 from magi_compile.dtensor.planning.cover import Entries
 from magi_compile.dtensor.planning.rank_plan import (
@@ -14,6 +13,7 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank,
     plan_rank_together,
 )
+from magi_compile.dtensor.sequence.make_plan import _converted
 
 HEADS = 4
 
@@ -191,7 +191,7 @@ def test_no_more_bits_are_kept_than_there_is_room_for(monkeypatch):
         for i in range(4)
     ]
     plans = rank_plan.OrderedDict()
-    monkeypatch.setattr(rank_plan, "_plans", plans)
+    monkeypatch.setattr(rank_plan._plans, "plans", plans)
     monkeypatch.setattr(rank_plan, "MOST_BITS", 40 << 10)  # 2 of 9 blocks of 2 KB each
     for mask in masks:
         plan_rank(mask, 1, 0)

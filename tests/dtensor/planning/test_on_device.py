@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from magi_compile.dtensor import plan_ahead
-from magi_compile.dtensor.execution import unpack
-from magi_compile.dtensor.planning import on_device
-from magi_compile.dtensor.planning.on_device import Streams, to_device
+from magi_compile.dtensor import on_device, plan_ahead
+from magi_compile.dtensor.call.execution import unpack
+from magi_compile.dtensor.on_device import Streams, to_device
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
     plan_rank,

@@ -47,10 +47,9 @@ def routes_of(wanted, seed, device="cpu"):
     peak = max(sum(counts(ranges)) for ranges in recvs)
     routes = []
     for rank in range(size):
-        host = [len(sends[rank]), len(recvs[rank]), peak, *counts(sends[rank])]
-        host += counts(recvs[rank]) + [x for span in sends[rank] + recvs[rank] for x in span]
         ranges = torch.tensor(sends[rank] + recvs[rank], dtype=torch.int32).view(-1, 4)
-        routes.append(Route.unpack(host, ranges.to(device), size))
+        numbers = (len(sends[rank]), counts(sends[rank]), counts(recvs[rank]), peak)
+        routes.append(Route.of(ranges, ranges.to(device), *numbers))
     return routes
 
 

@@ -54,10 +54,9 @@ def routes(size, seed, is_empty=False):
     peak = max(map(len, recvs))
     result = []
     for rank in range(size):
-        counts = [len(wanted[peer][rank]) for peer in range(size)] + list(map(len, wanted[rank]))
-        ranges = torch.tensor(sends[rank] + recvs[rank]).view(-1, 4)
-        head = [len(sends[rank]), len(recvs[rank]), peak, *counts]
-        result.append(Route.unpack(head + ranges.flatten().tolist(), ranges.int(), size))
+        counts = [len(wanted[peer][rank]) for peer in range(size)], list(map(len, wanted[rank]))
+        ranges = torch.tensor(sends[rank] + recvs[rank]).view(-1, 4).int()
+        result.append(Route.of(ranges, ranges, len(sends[rank]), *counts, peak))
     return wanted, buffer_rows, result
 
 
@@ -115,10 +114,8 @@ def run_route_in_ranges(group):
     size, rank = group.size(), group.rank()
     sends = [[peer, 2, 3 * rank, 3] for peer in range(size)]
     recvs = [[peer, 3 * peer, 2, 3] for peer in range(size)]
-    counts = [3] * (2 * size)
-    flat = [x for columns in sends + recvs for x in columns]
-    host = [size, size, 3 * size, *counts, *flat]
-    route = Route.unpack(host, torch.tensor(sends + recvs).int(), size)
+    ranges = torch.tensor(sends + recvs).int()
+    route = Route.of(ranges, ranges, size, [3] * size, [3] * size, 3 * size)
     buffer = cast(values_of(rank, torch.float32, 2), route, group)
     expected = [values_of(peer, torch.float32, 2)[2:5] for peer in range(size)]
     assert torch.equal(buffer, torch.cat(expected))

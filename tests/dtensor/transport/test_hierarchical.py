@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.execution import routes_of, unpack
-from magi_compile.dtensor.explain import explain_plan
+from magi_compile.dtensor.call.execution import routes_of, unpack
 from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.dtensor.sequence.explain import explain_plan
 from magi_compile.dtensor.transport.all_to_all import AllToAll
 from magi_compile.dtensor.transport.collectives import select
 from magi_compile.dtensor.transport.hierarchical import Hierarchical

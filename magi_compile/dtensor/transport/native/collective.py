@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.transport import rows
+from magi_compile.dtensor.transport.all_to_all import Order
 from magi_compile.dtensor.transport.collectives import Route
 from magi_compile.dtensor.transport.native.peers import refusals
 from magi_compile.dtensor.transport.native.pulls import SMS, Pulls, Targets
@@ -20,12 +21,10 @@ PART_ALIGNMENT = 256  # of what lies in a slot, in bytes
 
 
 class NativeCollective:
-    """Rows are read from their owner's memory. For GPUs of one host that reach each other's memory.
+    """Rows are read from their owner's memory, by "copy_engine" or "sms", or by the faster one for each route. For GPUs
+    of one host that reach each other's memory.
 
     Home rows are as many on every rank. Buffers of all casts of one call are allocated together.
-
-    Args:
-        engine: how rows are read, "copy_engine" or "sms"; None takes the faster one for each route.
     """
 
     name = "native"
@@ -55,7 +54,7 @@ class NativeCollective:
             self._pull(order.pulls, slot, [(0, part)], window.stream, met)
             done = window.end()
             buffers = rows.split(part, tensors, widths)
-            if order.num_own:
+            if order.own_home_rows.shape[0]:
                 rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
             yield _WindowCast(buffers, window, done)
 
@@ -158,21 +157,13 @@ def _publish(
 
 
 class _Room(NamedTuple):
-    """The room of a reduce in a slot.
+    """The room of a reduce in a slot."""
 
-    Attributes:
-        offsets: where its tensors begin, in bytes, the same on all ranks.
-        num_bytes: of all of them.
-        shapes: theirs, `[num_received, ...]`.
-        dtypes: theirs.
-        widths: how many values a row of each has.
-    """
-
-    offsets: list[int]
-    num_bytes: int
-    shapes: list[tuple[int, ...]]
+    offsets: list[int]  # where its tensors begin, in bytes, the same on all ranks
+    num_bytes: int  # of all of them
+    shapes: list[tuple[int, ...]]  # theirs, `[num_received, ...]`
     dtypes: list[torch.dtype]
-    widths: list[int]
+    widths: list[int]  # values of a row
 
     @classmethod
     def of(cls, like: Sequence[Tensor], num_received: int, peak_received: int) -> _Room:
@@ -190,33 +181,25 @@ class _Room(NamedTuple):
         return [*map(slot.view, self.offsets, self.shapes, self.dtypes)]
 
 
-class _CastOrder:
+class _CastOrder(Order):
     """The rows that a rank reads in a cast, and the rows that it has itself."""
 
     def __init__(self, route: Route, rank: int, size: int):
-        ranges, own = _apart(route.recvs, route.host_recvs, rank)
-        host_ranges, _ = _apart(route.host_recvs, route.host_recvs, rank)
+        super().__init__(route, rank)
+        tables = (route.recvs, route.host_recvs)
+        ranges, host_ranges = (_of_others(x, route.host_recvs, rank) for x in tables)
         self.pulls = Pulls(ranges, host_ranges, rank, size)
-        self.num_own = num_own = route.recv_counts[rank]
-        self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
-        self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
 
 
-class _ReduceOrder:
+class _ReduceOrder(Order):
     """The rows that a rank reads in a reduce, in the order of peers, their sums, and the rows that it has itself."""
 
     def __init__(self, route: Route, rank: int, size: int):
-        ranges, own = _apart(route.sends, route.host_sends, rank)
-        host_ranges, _ = _apart(route.host_sends, route.host_sends, rank)
+        super().__init__(route, rank)
+        tables = (route.sends, route.host_sends)
+        ranges, host_ranges = (_of_others(x, route.host_sends, rank) for x in tables)
         self.pulls = Pulls(_one_after_another(ranges), _one_after_another(host_ranges), rank, size)
-        num_own = route.send_counts[rank]
-        self.own_home_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
-        self.own_buffer_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
-        self._home_rows = rows.rows_of(ranges[:, 1], ranges[:, 3], self.pulls.num_rows)
-        self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
-        self._sums: dict[int, rows.Sums] = {}
         self._received = route.num_received, route.peak_received
-        self._order = rows.order_of_sums(rank, route.hosts)
         self._rooms: dict[Hashable, _Room] = {}
 
     def room(self, like: Sequence[Tensor]) -> _Room:
@@ -226,18 +209,12 @@ class _ReduceOrder:
             self._rooms[kind] = _Room.of(like, *self._received)
         return self._rooms[kind]
 
-    def sums(self, num_rows: int) -> rows.Sums:
-        if num_rows not in self._sums:
-            own = (self.own_home_rows, self.own_buffer_rows, self._order)
-            self._sums[num_rows] = rows.Sums(self._home_rows, num_rows, self._counts, *own)
-        return self._sums[num_rows]
 
-
-def _apart(ranges: Tensor, host_ranges: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The ranges whose peer is another rank, and those whose peer is `rank` itself."""
+def _of_others(ranges: Tensor, host_ranges: Tensor, rank: int) -> Tensor:
+    """The ranges whose peer is another rank."""
     peers, own = host_ranges[:, 0].contiguous(), host_ranges.new_tensor([rank, rank + 1])
     first, last = torch.searchsorted(peers, own).tolist()
-    return torch.cat([ranges[:first], ranges[last:]]), ranges[first:last]
+    return torch.cat([ranges[:first], ranges[last:]])
 
 
 def _one_after_another(sends: Tensor) -> Tensor:

@@ -77,12 +77,8 @@ def _failures_of_a_cast(
     group: dist.ProcessGroup, device: torch.device, collective: Collective
 ) -> list[str]:
     rank, size = group.rank(), group.size()
-    sends = [[peer, 0, rank, 1] for peer in range(size)]
-    recvs = [[peer, peer, 0, 1] for peer in range(size)]
-    flat = [number for columns in sends + recvs for number in columns]
     try:
-        ranges = torch.tensor(sends + recvs, dtype=torch.int32, device=device)
-        route = Route.unpack([size, size, size, *[1] * (2 * size), *flat], ranges, size)
+        route = Route.of_peers(rank, [range(size)] * size, 1, device)
         mine = torch.full((1, 16), rank, dtype=torch.int32, device=device)
         for cast in collective.casts([mine], [route], group):
             (got,) = cast.wait()

@@ -43,15 +43,9 @@ def pull(
     offset: int = 0,
     num_programs: int = NUM_PROGRAMS,
 ) -> None:
-    """Rows of peers to rows of `target`, on the current stream.
-
-    Args:
-        target: `[rows, width]`, contiguous.
-        places: int32 `[3, num_rows]`, contiguous: `peer, source_row, target_row` of every row.
-        addresses: int64 `[num_peers]`, multiples of 16.
-        offset: from there to contiguous rows of the width and dtype of `target`, in bytes; likewise.
-        num_programs: thread blocks; each takes an SM.
-    """
+    """Rows of peers to rows of `target`, contiguous `[rows, width]`, on the current stream, by so many thread blocks,
+    each of which takes an SM. `places`, contiguous int32 `[3, num_rows]`, are `peer, source_row, target_row` of every
+    row; the rows of a peer lie `offset` bytes behind `addresses`, int64 `[num_peers]`; both are multiples of 16."""
     width, num_rows = target.shape[1], places.shape[1]
     block = min(triton.next_power_of_2(width), MAX_BLOCK)
     rows = min(TILE_VALUES // block, 32 * NUM_WARPS)

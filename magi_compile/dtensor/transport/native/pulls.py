@@ -36,17 +36,8 @@ _MOST_COPIES = 16  # of slots and widths that are kept
 
 
 class Pulls:
-    """The rows that this rank reads in one go, and what the engines make of them once.
-
-    Attributes:
-        num_rows: how many.
-
-    Args:
-        ranges: int32 `[num_ranges, 4]`, ordered by peer: `peer, target_row, source_row, count`.
-        host_ranges: the same on the CPU.
-        rank: this rank.
-        size: number of ranks.
-    """
+    """The `num_rows` rows that this rank reads in one go, and what the engines make of them once: `ranges`, int32
+    `[num_ranges, 4]`, ordered by peer, are `peer, target_row, source_row, count`; `host_ranges` are on the CPU."""
 
     def __init__(self, ranges: Tensor, host_ranges: Tensor, rank: int, size: int):
         self._ranges, self._host_ranges, self._rank, self._size = ranges, host_ranges, rank, size

@@ -58,18 +58,11 @@ class Slot:
 
 
 class Window:
-    """The slots of one group for one purpose, and the stream that reads from them.
+    """The slots of one group for one purpose, and the `stream` that reads from them.
 
     A use is `next_slot`, `meet`, reads on `stream`, `end`; the next begins after that. Ranks go through the same uses
     in the same order, with equal sizes. Memory grows to the largest that was asked for, from the second time on with a
     quarter to spare. Until ranks meet, the slot whose turn it is stays the same, whoever asks again.
-
-    Args:
-        group: the ranks.
-        device: this rank's GPU.
-
-    Attributes:
-        stream: reads from slots.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -89,18 +82,9 @@ class Window:
         self._aside: torch.cuda.Stream | None = None
 
     def next_slot(self, num_bytes: int, current: torch.cuda.Stream) -> Slot:
-        """The slot whose turn it is, with room for `num_bytes`, which `current` may fill.
-
-        Args:
-            num_bytes: that the slot must have.
-            current: the stream that fills it, which waits here until the use before has ended.
-
-        Returns:
-            The slot.
-
-        Raises:
-            RuntimeError: if it would have to grow while a graph is being captured, or if ranks were late.
-        """
+        """The slot whose turn it is, with room for `num_bytes`, which the stream `current` may fill: it waits until the
+        use before has ended. Raises RuntimeError if it would have to grow while a graph is being captured, or if ranks
+        were late."""
         self._refuse_what_was_released()
         is_capturing = torch.cuda.is_current_stream_capturing()
         if num_bytes > self._capacity or not self._slots:
@@ -168,7 +152,7 @@ class Window:
         if self._slots:
             num_bytes += (
                 num_bytes // 4
-            )  # other masks need a little more, and each growth takes 10 to 30 ms
+            )  # other masks need a little more; each growth takes 10 to 30 ms
         self._slots.clear()
         self._flags = []  # `release` comes from another thread, and this memory goes
         num_flags = (NUM_SLOTS + 1) * self._size

@@ -26,16 +26,8 @@ class _Round(NamedTuple):
 
 
 class RollCall:
-    """The part of this rank: what it says and hears.
-
-    Args:
-        store: makes a store that nobody else uses, whose calls may block.
-        rank: this rank.
-        size: number of ranks.
-
-    Attributes:
-        size: number of ranks.
-    """
+    """The part of this rank among `size`: what it says and hears. `store` makes a store that nobody else uses, whose
+    calls may block."""
 
     def __init__(self, store: Callable[[], Any], rank: int, size: int):
         self._store, self._rank, self.size = store, rank, size
@@ -46,12 +38,7 @@ class RollCall:
         self._thread: threading.Thread | None = None
 
     def wait_in(self, number: int, pause: float) -> None:
-        """This rank waits in a pass, until it says otherwise.
-
-        Args:
-            number: of the pass; all ranks count alike.
-            pause: seconds between what it says.
-        """
+        """This rank waits in the pass `number` until it says otherwise, and says so every `pause` seconds."""
         self._number, self._pause = number, pause
         if self._thread is None:
             self._rounds.clear()
@@ -65,14 +52,8 @@ class RollCall:
         self._number = None
 
     def absent(self, number: int) -> list[int] | None:
-        """The ranks that do not wait in a pass in which this one does.
-
-        Args:
-            number: of the pass.
-
-        Returns:
-            Their numbers; None if the store does not answer.
-        """
+        """The ranks that do not wait in the pass `number`, in which this one does; None if the store does not
+        answer."""
         rounds, now = list(self._rounds), time.monotonic()
         if not rounds or now - rounds[-1].time > FRESH * self._pause:
             return None
@@ -100,15 +81,8 @@ class RollCall:
         return f"{ranks} did not take part in time: ended, stopped, or busy with something else"
 
     def speak(self, store: Any, keys: _Keys) -> Any:
-        """Says that this rank waits, and hears what others say.
-
-        Args:
-            store: that of the last time; None for a new one.
-            keys: of all ranks.
-
-        Returns:
-            The store for the next time; None if it is of no more use.
-        """
+        """Says that this rank waits, and hears what others say. Gives the store for the next time, None if it is of no
+        more use."""
         number = self._number
         try:
             store = store or self._store()

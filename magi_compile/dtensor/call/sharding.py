@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from magi_compile import _compat
-from magi_compile.dtensor.arguments import BackwardOptions, Options
+from magi_compile.dtensor.call.arguments import Options
 from magi_compile.ops.sharding import heads_divide, of_backward
 
 # Of arguments behind meta and data.
-_GROUP, _MAX_SCORES, _TABLES = (
-    Options._fields.index(x) - 2 for x in ("group_name", "return_max_scores", "tables")
+_GROUP, _TABLES, _MAX_SCORES = (
+    Options._fields.index(x) - 2 for x in ("group_name", "tables", "return_max_scores")
 )
-_TABLES_BACKWARD = BackwardOptions._fields.index("tables") - 2
 
 
 @cache
@@ -47,13 +46,13 @@ def register_rules() -> None:
                 found.append((second, first))
         return found
 
-    def scored(options: Any, at: int) -> tuple[Any, str]:
+    def scored(options: Any) -> tuple[Any, str]:
         """The captured tensors, and the text of the score program; DTensor leaves out what has its default."""
-        tables, _, score = (*options[at : at + 3], None, None, None)[:3]
+        tables, _, score = (*options[_TABLES : _TABLES + 3], None, None, None)[:3]
         return tables or (), score or ""
 
     def forward(q: Any, k: Any, v: Any, meta: Any, data: Any, *options: Any) -> list[Any]:
-        tables, score = scored(options, _TABLES)
+        tables, score = scored(options)
         rest = [replicated] * (2 + len(tables))
         has_max_scores = len(options) > _MAX_SCORES and options[_MAX_SCORES]
         return [
@@ -65,7 +64,7 @@ def register_rules() -> None:
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
     ) -> list[Any]:
         _, _, *options = others
-        tables, score = scored(options, _TABLES_BACKWARD)
+        tables, score = scored(options)
         rest = [replicated] * (2 + len(tables))
         return [
             ([*[rows] * 3, replicated], of_backward(dlse, rows, of_lse) + rest)

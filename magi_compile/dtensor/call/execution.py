@@ -5,71 +5,60 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.entries import PLAIN, Packing, packed
+from magi_compile.dtensor.call.entries import PLAIN, Packing, packed
+from magi_compile.dtensor.on_device import Streams, to_device
 from magi_compile.dtensor.planning.chunks import Placement, tensor_of
-from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries
+from magi_compile.dtensor.planning.cover import ONE_ENTRY, Entries, bytes_of
 from magi_compile.dtensor.planning.local_cover import positions_of_keys
-from magi_compile.dtensor.planning.on_device import Streams, to_device
-from magi_compile.dtensor.planning.rank_plan import recent
+from magi_compile.dtensor.planning.rank_plan import Recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.overlap import EarlyKernel, PhasedKernel
 from magi_compile.kernels.plan import Plan
-from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
 class DeviceStage:
-    """A stage as the op runs it: slices and rows on the device, and the kernel's own plans of them.
-
-    Args:
-        slices: over the rows and keys of one entry.
-        route: that of keys; None where they are the rank's own.
-        entry: int32 `[num_slices]`, the entries whose slices they are; None where all have the same.
-    """
+    """A stage as the op runs it, with the kernel's own plans: slices over the rows and keys of one entry, and the route
+    of keys, None where they are the rank's own. `entry`, int32 `[num_slices]`, are the entries whose slices they are;
+    None where all have the same."""
 
     def __init__(self, slices: AttnSlices, route: Route | None, entry: Tensor | None = None):
         self.slices = slices
         self.route = route
         self.entry = entry
         self.is_empty = len(slices) == 0
-        self._plans: dict[Hashable, Plan] = {}
-        self._by_packing: dict[Packing, AttnSlices] = {}
+        self._kept: dict[Hashable, Any] = {}
+
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What was made of the stage under `key`, or what `make` makes."""
+        if key not in self._kept:
+            refuse_to_be_recorded(self.slices.q_ranges)
+            with _compat.outside_of_modes():
+                self._kept[key] = make()
+        return self._kept[key]
 
     def slices_of(self, packing: Packing) -> AttnSlices:
         """The slices over the packed rows and keys of all entries of `packing`."""
         if packing is PLAIN:
             return self.slices
-        if packing not in self._by_packing:
-            refuse_to_be_recorded(self.slices.q_ranges)
-            with _compat.outside_of_modes():
-                self._by_packing[packing] = packing.slices(self.slices, self.entry)
-        return self._by_packing[packing]
+        return self.kept(packing, lambda: packing.slices(self.slices, self.entry))  # type: ignore[no-any-return]
 
     def kernel_plan(self, kernel: Kernel, problem: AttnProblem, packing: Packing = PLAIN) -> Plan:
-        key: Hashable = (kernel.name, kernel.plan_key(problem))
-        if packing is not PLAIN:
-            key = (key, packing)
-        if key not in self._plans:
-            refuse_to_be_recorded(self.slices.q_ranges)
-            with _compat.outside_of_modes():
-                self._plans[key] = kernel.plan(self.slices_of(packing), problem)
-        return self._plans[key]
+        key = (kernel.name, kernel.plan_key(problem), packing)
+        return self.kept(key, lambda: kernel.plan(self.slices_of(packing), problem))  # type: ignore[no-any-return]
 
 
 def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
@@ -78,17 +67,12 @@ def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
 
 
 class MergedStage:
-    """Local keys, in place, and remote ones, in a buffer, in one attention call; none of the two is empty.
-
-    Args:
-        local: the stage of the local keys.
-        remote: that of the remote ones.
-    """
+    """The stage of local keys, in place, and that of remote ones, in a buffer, in one attention call; none of the two
+    is empty."""
 
     def __init__(self, local: DeviceStage, remote: DeviceStage):
         assert remote.route is not None
         self.local, self.remote, self.route = local, remote, remote.route
-        self._early: dict[Hashable, Any] = {}
 
     @cached_property
     def side_by_side(self) -> DeviceStage:
@@ -97,14 +81,12 @@ class MergedStage:
 
     def early_plan(self, kernel: EarlyKernel, problem: AttnProblem) -> Any:
         """The plan of a forward that begins with the local keys."""
-        key = kernel.name, kernel.plan_key(problem)
-        if key not in self._early:
-            # With a column between local and remote ones, so that no run has both.
-            remote_begin = self.local.slices.seqlen_k + 1
-            slices = self._joined(remote_begin).slices
-            with _compat.outside_of_modes():
-                self._early[key] = kernel.early_plan(slices, problem, remote_begin)
-        return self._early[key]
+        # With a column between local and remote ones, so that no run has both.
+        begin = self.local.slices.seqlen_k + 1
+        key = "early", kernel.name, kernel.plan_key(problem)
+        return self.local.kept(
+            key, lambda: kernel.early_plan(self._joined(begin).slices, problem, begin)
+        )
 
     @_compat.outside_of_modes()
     def _joined(self, remote_begin: int) -> DeviceStage:
@@ -142,41 +124,36 @@ class DevicePlan:
     streams: Streams = field(default_factory=Streams, repr=False)
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
+    @property
+    def forward_is_early(self) -> bool:
+        return self.merged is not None
+
     def positions(self, stage: DeviceStage | None = None) -> Tensor:
         """The positions in the sequence of the keys of a stage, or of the rows of this rank: int32, on the device; 0
         for padding."""
         if stage not in self._positions:
             refuse_to_be_recorded(self.forward[0].slices.q_ranges)
+            where = self.queries if stage is None else self.keys
+            recvs = None if stage is None or stage.route is None else stage.route.host_recvs
             with _compat.outside_of_modes():
-                self._positions[stage] = self._find_positions(stage)
+                found = positions_of_keys(where, self.rank, recvs)
+                found = found.masked_fill(found >= where.total, 0).int()
+                self._positions[stage] = to_device(found, self.forward[0].slices.device)
         return self._positions[stage]
-
-    def _find_positions(self, stage: DeviceStage | None) -> Tensor:
-        where = self.queries if stage is None else self.keys
-        recvs = None if stage is None or stage.route is None else stage.route.host_recvs
-        found = positions_of_keys(where, self.rank, recvs)
-        found = found.masked_fill(found >= where.total, 0)
-        return to_device(found.int(), self.forward[0].slices.device)
 
 
 class Scoring(NamedTuple):
-    """The score program of a call, and the tensors that it takes.
-
-    Attributes:
-        plan: of this rank.
-        program: it reads indices of this rank's rows and of a stage's keys, and looks up their positions.
-        tables: the tensors that it captures.
-        symbols: the ints that it captures.
-        places: the numbers of the tables of positions, of queries and of keys; -1 for one that it does not read.
-        sums: as in `ScoreCall`.
-    """
+    """The score program of a call, and the tensors that it takes. It reads indices of this rank's rows and of a stage's
+    keys, and looks up their positions."""
 
     plan: DevicePlan
     program: ScoreProgram
-    tables: Sequence[Tensor]
-    symbols: Sequence[int]
-    places: Sequence[int]
-    sums: Mapping[int, Tensor] = {}
+    tables: Sequence[Tensor]  # that it captures
+    symbols: Sequence[int]  # likewise
+    places: Sequence[
+        int
+    ]  # the numbers of the tables of positions, of queries and of keys; -1 for one that is not read
+    sums: Mapping[int, Tensor] = {}  # as in `ScoreCall`
 
     def over(self, packing: Packing, *stages: DeviceStage) -> ScoreCall:
         """The call over the keys of stages, one behind the other."""
@@ -194,17 +171,11 @@ class Scoring(NamedTuple):
 
 
 class StageWalk(NamedTuple):
-    """A stage as a kernel walks it.
-
-    Attributes:
-        stage: the stage.
-        slices: its slices over rows and keys that are packed by entries.
-        kernel_plan: the kernel's plan of them; nothing where there are none.
-    """
+    """A stage as a kernel walks it."""
 
     stage: DeviceStage
-    slices: AttnSlices
-    kernel_plan: Plan
+    slices: AttnSlices  # over rows and keys that are packed by entries
+    kernel_plan: Plan  # of these; nothing where there are none
 
 
 class Prepared:
@@ -212,20 +183,6 @@ class Prepared:
     when a pass asks for them first.
 
     The plan keeps it, so it does not keep the plan, whose tensors would stay until Python looks for cycles.
-
-    Args:
-        plan: of this rank.
-        kernel: the kernel.
-        problem: it runs this one.
-        collective: moves the rows.
-        packing: of heads into entries.
-
-    Attributes:
-        merged: of the stages of a forward, if they are one call.
-        early: the kernel, where it begins a forward before remote keys are there; else None.
-        phased: the kernel, where it does a backward in steps; else None.
-        entries: how many have rows of queries.
-        key_entries: how many have keys.
     """
 
     def __init__(
@@ -236,11 +193,13 @@ class Prepared:
         collective: Collective,
         packing: Packing = PLAIN,
     ):
-        self.merged, self._stages = plan.merged, (plan.forward, plan.backward)
+        self._stages = (plan.forward, plan.backward)
+        self.merged = plan.merged  # of the stages of a forward, if they are one call
         self.kernel, self.problem = kernel, problem
         self.collective, self.packing = collective, packing
-        self.entries, self.key_entries = packing.queries, packing.keys
-        # No kernel does any other call in steps.
+        self.entries, self.key_entries = packing.queries, packing.keys  # with rows, and with keys
+        # The kernel, where it begins a forward before remote keys are there, and where it does a backward in steps. No
+        # kernel does any other call in steps.
         has_steps = not problem.has_score and packing is PLAIN and not problem.has_bits
         self.early, self.phased = None, None
         if has_steps:
@@ -316,96 +275,63 @@ class Execution(NamedTuple):
         return self.scoring.over(self.prepared.packing, *stages)
 
 
-LIVE_PLANS = 8  # kept whatever their size: of the layers of a model, which take turns
-
-_device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
-_lock = Lock()  # a backward has a thread of its own
-
-
-def _begin_anew() -> None:
-    """In a forked process, where another thread may have held the lock."""
-    global _lock
-    _lock = Lock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_begin_anew)
+# Eight are kept whatever their size: of the layers of a model, which take turns.
+_device_plans: Recent[DevicePlan] = Recent(least=8)
 
 
 def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans. The current stream may use
     them."""
-    key = (*meta[:2].tolist(), data.device)
-    with _lock:
-        plan = _device_plans.get(key)
-        if plan is not None:
-            _device_plans.move_to_end(key)
-    if plan is None:
+
+    def make() -> list[DevicePlan]:
         with _compat.outside_of_modes():
-            made = _unpack(meta.tolist(), data)
-        with _lock:
-            _device_plans.setdefault(key, made)
-            plan = recent(_device_plans, [key], least=LIVE_PLANS)[0]
+            return [_unpack(meta, data)]
+
+    plan = _device_plans.get([(*meta[:2].tolist(), data.device)], make)[0]
     plan.streams.enter(data.device, plan.forward[0].slices.q_ranges)
     return plan
 
 
-def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    digest, rank, cp_size, rows, key_rows, num_forward, num_backward, is_early = meta[:8]
-    counts = iter(meta[8:])
+_Numbers: TypeAlias = tuple[int, list[int], list[int], int]  # behind the tables of `Route.of`
+
+
+def _unpack(meta: Tensor, data: Tensor) -> DevicePlan:
+    sizes, of_mask, placements, passes, rest = pickle.loads(bytes_of(meta[2:]))
+    (cp_size, rows, key_rows), (of_bits, of_entries) = sizes, of_mask
+    is_early, hosts, relayed = rest
     position = 0
 
-    def take_counts(number: int) -> list[int]:
-        return list(itertools.islice(counts, number))
-
-    def take(*shape: int) -> Tensor:
+    def take(shape: tuple[int, ...]) -> Tensor:
         nonlocal position
         begin = position
         position += torch.Size(shape).numel()
         return data[begin:position].view(shape)
 
-    num_hosts, *relayed = take_counts(3)
-    hosts = tuple(take_counts(num_hosts)) or None
-    num_blocks, *of_entries = take_counts(3)
+    def way(table: list[int], shape: tuple[int, ...], numbers: _Numbers) -> Route:
+        on_host = torch.tensor(table, dtype=torch.int32, device="cpu").view(shape)
+        return Route.of(on_host, take(shape), *numbers, hosts)
+
+    def stage(lists: list[Any], of_entry: Any, seqlen_k: int, ways: list[Any]) -> DeviceStage:
+        slices = AttnSlices.unchecked(*map(take, lists), rows, seqlen_k, bits)  # type: ignore[call-arg, arg-type]
+        entry = None if of_entry is None else take(of_entry)
+        routes: list[Any] = [way(*x) for x in ways]
+        if len(routes) > 1:
+            routes[0] = replace(routes[0], legs=(routes[1], routes[2]))
+        return DeviceStage(slices, routes[0] if routes else None, entry)
+
+    bits = None if of_bits is None else take(of_bits)
     entries = Entries(*of_entries)
-    bits = take(num_blocks, BLOCK, WORDS) if num_blocks >= 0 else None
-    sizes = take_counts(3), take_counts(3)
     queries, keys = (
-        Placement(total, chunk_size, tensor_of([take_counts(number) for _ in range(cp_size)]))
-        if chunk_size
-        else None
-        for total, chunk_size, number in sizes
+        None if x is None else Placement(x[0], x[1], tensor_of(x[2])) for x in placements
     )
     assert queries is not None
-
-    def route() -> Route:
-        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
-        host = num_runs + rest + take_counts(4 * sum(num_runs))
-        return Route.unpack(host, take(sum(num_runs), 4), cp_size, hosts)
-
-    def stage(has_legs: int) -> DeviceStage:
-        is_local, num_slices, seqlen_k = take_counts(3)
-        ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
-        slices = AttnSlices.unchecked(*ranges, rows, seqlen_k, bits)
-        entry = take(num_slices) if entries.number > 1 else None
-        if is_local:
-            return DeviceStage(slices, None, entry)
-        of_stage = route()
-        if has_legs:
-            of_stage = replace(of_stage, legs=(route(), route()))
-        return DeviceStage(slices, of_stage, entry)
-
-    forward, backward = (
-        [stage(has_legs) for _ in range(number)]
-        for number, has_legs in zip((num_forward, num_backward), relayed, strict=True)
-    )
+    forward, backward = ([stage(*x) for x in stages] for stages in passes)
     merged = None
     # A rank of which all keys are local or all are remote has one stage anyway.
     if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
         merged = MergedStage(*forward)
-    sizes_of = (digest, rank, cp_size, rows, key_rows)
+    digest, rank = meta[:2].tolist()
     where = (queries, queries if keys is None else keys)
     is_exact = bits is None and entries.number == 1
-    passes = (forward, backward, merged)
-    have_legs = (bool(relayed[0]), bool(relayed[1]))
-    return DevicePlan(*sizes_of, *passes, *where, bits, entries, is_exact, have_legs)
+    of_plan = (digest, rank, cp_size, rows, key_rows, forward, backward, merged, *where)
+    return DevicePlan(*of_plan, bits, entries, is_exact, relayed)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor.on_device import Streams, to_device
 from magi_compile.dtensor.planning.chunks import Placement
-from magi_compile.dtensor.planning.on_device import Streams, to_device
 from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "FRAGMENT")

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile.dtensor.on_device import to_device
 from magi_compile.dtensor.planning.chunks import Placement
-from magi_compile.dtensor.planning.on_device import to_device
 from magi_compile.masks.arguments import check_flag
 
 
@@ -51,9 +51,8 @@ class SpreadTokens:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(total={self.total}, seqlen_local={self.seqlen_local}, "
-            f"rank={self.rank} of {self.cp_size}, "
-            f"chunk_size={self.placement.chunk_size}, device='{self.device}')"
+            f"{type(self).__name__}(total={self.total}, seqlen_local={self.seqlen_local}, rank={self.rank} of "
+            f"{self.cp_size}, chunk_size={self.placement.chunk_size}, device='{self.device}')"
         )
 
     def has_the_tokens_of(self, other: SpreadTokens) -> bool:
@@ -88,8 +87,7 @@ class SpreadTokens:
         if self.has_padding:
             raise ValueError(
                 f"a `permutation` needs a plan without padding, but {self.total} tokens are padded to "
-                f"{self.seqlen_local} on each of "
-                f"{self.cp_size} ranks"
+                f"{self.seqlen_local} on each of {self.cp_size} ranks"
             )
         where = self.placement.inverse_positions() if restore else self.placement.positions()
         return to_device(where[None], self.device)
@@ -165,7 +163,7 @@ class SpreadTokens:
             TypeError: `shifts` is no int.
             ValueError: `x` has another length.
         """
-        from magi_compile.dtensor import roll as _roll  # noqa: F401  the op exists once it is imported
+        from magi_compile.dtensor.sequence import roll as _roll  # noqa: F401  the op exists once it is imported
 
         check_length("x", x, dim, self.seqlen_local, "of this rank")
         if not isinstance(shifts, int) or isinstance(shifts, bool):

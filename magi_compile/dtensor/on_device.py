@@ -32,13 +32,8 @@ class Streams:
         self._last: dict[torch.device, torch.cuda.Stream] = {}
 
     def enter(self, device: torch.device, *tensors: Tensor) -> None:
-        """Makes the current stream wait for the last one that used it. A capture need not: it begins when all streams
-        of the device have ended.
-
-        Args:
-            device: where it is.
-            *tensors: of what is kept, for the allocator, which has to know every stream that reads them.
-        """
+        """Makes the current stream wait for the last one that used it on `device`, and tells the allocator that it
+        reads `tensors`. A capture need not: it begins when all streams of the device have ended."""
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         current, last = torch.cuda.current_stream(device), self._last.get(device)

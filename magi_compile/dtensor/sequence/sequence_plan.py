@@ -10,7 +10,7 @@ text = p.keys.shard(text, dim=1)      of cross attention: this rank's keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -20,13 +20,10 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.explain import PlanExplanation, explain_plan
-from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
-from magi_compile.dtensor.planning.rank_plan import (
-    PlanTensors,
-    RankPlan,
-)
-from magi_compile.dtensor.spread_tokens import SpreadTokens, check_length
+from magi_compile.dtensor.planning.cost import CostModel
+from magi_compile.dtensor.planning.rank_plan import PlanTensors
+from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
+from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import AttnOutput
@@ -35,11 +32,10 @@ from magi_compile.ops.dtensors import (
     PACKED,
     PADDED,
     are_distributed,
+    as_dtensors,
     shards_of,
     share_of,
     shifted_score_mod,
-    wrapped,
-    wrapped_rows,
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
@@ -47,6 +43,8 @@ from magi_compile.ops.validation import check_options
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+    from magi_compile.dtensor.sequence.make_plan import HostPlan
 
 
 class SpreadSlices(AttnSlices):
@@ -78,14 +76,10 @@ class SequencePlan(SpreadTokens):
     nothing again. Its attributes and methods of `SpreadTokens` are those of the queries.
 
     Args:
-        slices: the mask of the whole sequence; None where no slices say all of it.
-        planned: this rank's plan.
+        host: the plan before it had a group and a device.
         group: the ranks.
         device: of the mesh.
-        cost: the rates by which it was planned.
         keys: how the keys are spread, where they are not the tokens themselves.
-        of_unknown: the indices, "b", "h" or both, that the mask depends on and does not say the number of: it is that
-            of the first batch entry or head.
 
     Attributes:
         is_exact: whether slices say the mask, all of it, for all batch entries and heads; only then there are `slices`.
@@ -94,15 +88,12 @@ class SequencePlan(SpreadTokens):
 
     def __init__(
         self,
-        slices: AttnSlices | None,
-        planned: RankPlan,
+        host: HostPlan,
         group: dist.ProcessGroup,
         device: torch.device,
-        cost: CostModel = DEFAULT_COST,
         keys: SpreadTokens | None = None,
-        of_unknown: str = "",
     ):
-        where = planned.dispatch
+        planned, slices, where = host.planned, host.slices, host.planned.dispatch
         super().__init__(where, planned.rank, group, device)
         self._keys, self.is_cross = keys, keys is not None
         self.meta, self.data = planned.tensors(device)
@@ -114,10 +105,12 @@ class SequencePlan(SpreadTokens):
             pairs, area = where.total * where.keys.total, slices.area()
             self.is_full = area == pairs
             is_half = not self.is_cross and area == (pairs + where.total) // 2
-            self.is_causal = is_half and _is_causal(slices)
+            if is_half:
+                causal = AttnSlices.causal(slices.seqlen_q)
+                self.is_causal = slices.content_key() == causal.content_key()
             self._slices = self._spread(slices)
+        self._planned, self._cost, self._of_unknown = planned, host.cost, host.of_unknown
         self._entries = planned.entries
-        self._planned, self._cost, self._of_unknown = planned, cost, of_unknown
         self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
 
@@ -294,12 +287,10 @@ class SequencePlan(SpreadTokens):
         scale: float | None,
         softcap: float,
         score_mod: Callable[..., Any] | None = None,
-        share: Sequence[int] = (),
         *,
         return_max_scores: bool = False,
     ) -> AttnOutput:
-        """Attention by `meta`, which says what that of the plan says, shaped as q is. `share` as in
-        `context_parallel_attention`."""
+        """Attention by `meta`, which says what that of the plan says, shaped as q is."""
         for name, x in {"q": q, "k": k, "v": v}.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
@@ -310,16 +301,12 @@ class SequencePlan(SpreadTokens):
                 )
         if self._of_unknown:
             self._refuse_several(q)
+        shards, layout = None, PADDED if q.ndim == 4 else PACKED
+        share: tuple[int, ...] = ()
         if are_distributed(q, k, v):
-            layout = PADDED if q.ndim == 4 else PACKED
             shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
-            out, *rows = self.attend(
-                *(*shards[:3], meta, scale, softcap, shifted_score_mod(score_mod, shards)),
-                share_of(shards),
-                return_max_scores=return_max_scores,
-            )
-            of_rows: Any = [wrapped_rows(x, shards, layout) for x in rows]
-            return AttnOutput(wrapped(out, shards), *of_rows)
+            q, k, v = shards[:3]
+            share, score_mod = share_of(shards), shifted_score_mod(score_mod, shards)
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.device != self.device:
                 raise ValueError(
@@ -331,6 +318,10 @@ class SequencePlan(SpreadTokens):
                 tokens, what = self.keys, "keys"
             length, dim = tokens.seqlen_local, 2 if x.ndim == 4 else 0
             check_length(name, x, dim, length, "of this rank", what)
+            if x.ndim == 4 and x.shape[0] != q.shape[0]:
+                raise ValueError(
+                    f"`{name}` must have the batch size of `q`, {q.shape[0]}, got {x.shape[0]}"
+                )
         tensors = PlanTensors(meta, self.data)
         options: dict[str, Any] = {
             "softmax_scale": scale,
@@ -340,25 +331,15 @@ class SequencePlan(SpreadTokens):
             "share": share if self._entries.number > 1 else (),
         }
         if q.ndim == 3:
-            return context_parallel_attention(q, k, v, tensors, self.group_name, **options)
-        batch = q.shape[0]
-        for name, x in (("k", k), ("v", v)):
-            if x.shape[0] != batch:
-                raise ValueError(
-                    f"`{name}` must have the batch size of `q`, {batch}, got {x.shape[0]}"
-                )
+            found = context_parallel_attention(q, k, v, tensors, self.group_name, **options)
+            return AttnOutput(*as_dtensors(shards, layout, *found))
         # Entries of a batch have one mask, so they are more heads.
-        nheads = q.shape[1]
+        batch, nheads = q.shape[:2]
         order = memory_order(q.stride())
         q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
         out, *rows = context_parallel_attention(
             *(q, k, v, tensors, self.group_name), batch_entries=batch, **options
         )
         out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
-        lse, max_scores = (None if x is None else x.unflatten(0, (batch, nheads)) for x in rows)
-        assert lse is not None
-        return AttnOutput(out, lse, max_scores)
-
-
-def _is_causal(slices: AttnSlices) -> bool:
-    return slices.content_key() == AttnSlices.causal(slices.seqlen_q).content_key()
+        by_entry = (None if x is None else x.unflatten(0, (batch, nheads)) for x in rows)
+        return AttnOutput(*as_dtensors(shards, layout, out, *by_entry))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from magi_compile.dtensor.context.attention import SpreadAttention, spread_attention
-from magi_compile.dtensor.make_plan import group_of
+from magi_compile.dtensor.sequence.make_plan import group_of
 
 
 class ContextParallel(ParallelStyle):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.execution import Execution, MergedStage
+from magi_compile.dtensor.call.execution import Execution, MergedStage
 from magi_compile.kernels.base import ForwardOutput
 
 

@@ -19,54 +19,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """The work and the traffic that a plan gives to all ranks; print it.
+    """The work and the traffic that a plan gives to all ranks; print it."""
 
-    Attributes:
-        rank: the number of this rank.
-        total: tokens of the sequence.
-        seqlen_local: tokens of each rank, padding included.
-        chunk_size: tokens that stay together.
-        total_keys: keys, as many as tokens in self-attention.
-        keys_local: of each rank, padding included.
-        area: visible (query, key) pairs of each rank's queries, of blocks of bits all pairs; where batch entries or
-            heads have masks of their own, the mean of these.
-        local_area: those of them whose key is on the same rank.
-        received_rows: key rows of others that each rank receives, in a forward pass and again in a backward pass.
-        sent_rows: key rows that each rank sends, once for each rank that receives them.
-        hosts: the host of each rank; None where all are on one.
-        relayed: whether rows cross hosts once for each host, and are handed on there, forward and backward.
-        crossing_rows: key rows of all ranks that cross hosts in a forward and in a backward pass; gradients of as many
-            come back.
-        crossing_rows_apart: the same in either pass if every rank got them from where they are held.
-        mask: how this rank has the mask, in words: slices, blocks of bits, and whose masks they are.
-        forward: how a forward pass goes on, in words.
-        backward: the same of a backward pass.
-        forward_seconds: of a forward pass of the slowest rank, by the cost model.
-        backward_seconds: of a backward pass.
-        forward_efficiency: what compute alone takes in perfect balance, over `forward_seconds`.
-        backward_efficiency: the same of a backward pass.
-    """
-
-    rank: int
-    total: int
-    seqlen_local: int
-    chunk_size: int
-    total_keys: int
-    keys_local: int
+    rank: int  # the number of this rank
+    total: int  # tokens of the sequence
+    seqlen_local: int  # tokens of each rank, padding included
+    chunk_size: int  # tokens that stay together
+    total_keys: int  # as many as tokens in self-attention
+    keys_local: int  # of each rank, padding included
+    # Visible (query, key) pairs of each rank's queries, of blocks of bits all pairs; where batch entries or heads have
+    # masks of their own, the mean of these. And those of them whose key is on the same rank.
     area: tuple[int, ...]
     local_area: tuple[int, ...]
-    received_rows: tuple[int, ...]
-    sent_rows: tuple[int, ...]
-    hosts: tuple[int, ...] | None
-    relayed: tuple[bool, bool]
+    received_rows: tuple[
+        int, ...
+    ]  # key rows of others of each rank, in a forward pass and again in a backward pass
+    sent_rows: tuple[int, ...]  # key rows of each rank, once for each rank that receives them
+    hosts: tuple[int, ...] | None  # the host of each rank; None where all are on one
+    relayed: tuple[
+        bool, bool
+    ]  # rows cross hosts once for each host, and are handed on there, forward and backward
+    # Key rows of all ranks that cross hosts in a forward and in a backward pass; gradients of as many come back. And
+    # those of either pass if every rank got them from where they are held.
     crossing_rows: tuple[int, int]
     crossing_rows_apart: int
-    mask: str
-    forward: str
+    mask: str  # of this rank, in words: slices, blocks of bits, and whose masks they are
+    forward: str  # how a forward pass goes on, in words
     backward: str
-    forward_seconds: float
+    forward_seconds: float  # of a forward pass of the slowest rank, by the cost model
     backward_seconds: float
-    forward_efficiency: float
+    forward_efficiency: float  # what compute alone takes in perfect balance, over `forward_seconds`
     backward_efficiency: float
 
     @property

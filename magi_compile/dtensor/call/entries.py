@@ -18,23 +18,17 @@ from magi_compile.masks.slices import AttnSlices
 
 
 class Packing(NamedTuple):
-    """The entries of a call, and how many of its heads each has.
+    """The entries of a call, and how many of its heads each has."""
 
-    Attributes:
-        batch: batch entries that are entries; 1 where they stay among the heads.
-        nheads: heads of queries that are entries, of each of these; 1 likewise.
-        nheads_kv: the same of keys.
-        by_head: whether heads are entries.
-        entries: those of the masks.
-        first: of which batch entry and of which head of the masks the first entry is.
-    """
-
-    batch: int = 1
-    nheads: int = 1
-    nheads_kv: int = 1
-    by_head: bool = False
-    entries: Entries = ONE_ENTRY
-    first: tuple[int, int] = (0, 0)
+    batch: int = 1  # batch entries that are entries; 1 where they stay among the heads
+    nheads: int = 1  # heads of queries that are entries, of each of these; 1 likewise
+    nheads_kv: int = 1  # the same of keys
+    by_head: bool = False  # heads are entries
+    entries: Entries = ONE_ENTRY  # those of the masks
+    first: tuple[int, int] = (
+        0,
+        0,
+    )  # of which batch entry and which head of the masks the first entry is
 
     @classmethod
     def of(
@@ -46,38 +40,26 @@ class Packing(NamedTuple):
         *,
         has_score: bool,
     ) -> Packing:
-        """The entries of a call.
+        """The entries of a call; `PLAIN` where nothing is packed anew.
 
-        Args:
-            entries: those of the masks.
-            batch: batch entries among the heads.
-            heads: of queries and of keys, of one batch entry.
-            share: the numbers of the first batch entry and of the first head among those of all ranks, and how many of
-                both all have, where this rank has a share of them; empty where it has all.
-            has_score: whether a score program tells batch entries apart.
+        `entries` are those of the masks; a call has `batch` entries among its heads, each with such `heads` of queries
+        and of keys. `share` are the numbers of the first batch entry and of the first head among those of all ranks,
+        and how many of both all have; empty where this rank has all. A score program tells batch entries apart.
 
-        Returns:
-            The entries; `PLAIN` where nothing is packed anew.
-
-        Raises:
-            ValueError: the masks are of another number of batch entries or heads.
+        Raises ValueError if the masks are of another number of batch entries or heads.
         """
         if not has_score and entries.number == 1:
             return PLAIN
         first_entry, first_head, all_entries, all_heads = share or (0, 0, batch, heads[0])
-        for what, number, have in (
-            ("batch entries", all_entries, entries.batch),
-            ("heads", all_heads, entries.heads),
+        for what, have, begin, number, end in (
+            ("batch entries", entries.batch, first_entry, batch, all_entries),
+            ("heads", entries.heads, first_head, heads[0], all_heads),
         ):
-            if have > 1 and number != have:
+            if have > 1 and end != have:
                 raise ValueError(
-                    f"`q` must have the {have} {what} that have masks of their own, got {number}; where "
+                    f"`q` must have the {have} {what} that have masks of their own, got {end}; where "
                     "ranks share them, pass DTensors, which say whose they are"
                 )
-        for what, begin, number, end in (
-            ("batch entries", first_entry, batch, all_entries),
-            ("heads", first_head, heads[0], all_heads),
-        ):
             if not 0 <= begin <= end - number:
                 raise ValueError(
                     f"`share` must place the {number} {what} of `q` among the {end} of all ranks, got {begin} as the "
@@ -108,16 +90,10 @@ class Packing(NamedTuple):
         (first_b, first_h), heads = self.first, self.entries.heads
         b = entry.div(heads, rounding_mode="floor") - first_b
         h = entry.remainder(heads) - first_h
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
         if self.entries.batch == 1:  # all batch entries have the same masks
             b = torch.arange(self.batch, device=b.device).repeat_interleave(len(b))
-            h = h.repeat(self.batch)
-            q_ranges, k_ranges, mask_types = lists
-            lists = (
-                q_ranges.repeat(self.batch, 1),
-                k_ranges.repeat(self.batch, 1),
-                mask_types.repeat(self.batch),
-            )
+            h, *lists = (torch.cat([x] * self.batch) for x in (h, *lists))
         is_here = (b >= 0) & (b < self.batch) & (h >= 0) & (h < self.nheads)
         q_ranges, k_ranges, mask_types = (x[is_here] for x in lists)
         number = (b * self.nheads + h)[is_here]
@@ -134,23 +110,19 @@ PLAIN = Packing()
 
 def packed(x: Tensor, entries: int) -> Tensor:
     """`[rows, entries * nheads, ...]` as `[entries * rows, nheads, ...]`."""
-    if entries == 1:
-        return x
     return x.unflatten(1, (entries, x.shape[1] // entries)).transpose(0, 1).flatten(0, 1)
 
 
 def unpacked(x: Tensor, entries: int) -> Tensor:
     """The inverse of `packed`."""
-    if entries == 1:
-        return x
     return x.unflatten(0, (entries, x.shape[0] // entries)).transpose(0, 1).flatten(1, 2)
 
 
 def unpacked_rows(x: Tensor, entries: int) -> Tensor:
     """Numbers of rows, `[nheads, entries * rows]`, as `[entries * nheads, rows]`."""
-    return x if entries == 1 else unpacked(x.t(), entries).t().contiguous()
+    return unpacked(x.t(), entries).t().contiguous()
 
 
 def packed_rows(x: Tensor, entries: int) -> Tensor:
     """The inverse of `unpacked_rows`."""
-    return x if entries == 1 else packed(x.t(), entries).t().contiguous()
+    return packed(x.t(), entries).t().contiguous()

@@ -41,18 +41,8 @@ class ScoreOptions(NamedTuple):
 def read_score_mod(
     score_mod: Callable[..., Any], device: torch.device
 ) -> tuple[ScoreMod, ScoreOptions | None]:
-    """The scale and the soft-cap of a score_mod, or none of them and its program.
-
-    Args:
-        score_mod: what FlexAttention takes, of the indices of the whole sequence.
-        device: of the tensors of the attention.
-
-    Returns:
-        Both.
-
-    Raises:
-        UnsupportedScoreModError: it is no pointwise function; the message says what it does.
-    """
+    """The scale and the soft-cap of a score_mod of the indices of the whole sequence, or none of them and its program.
+    Raises UnsupportedScoreModError, with a reason, if it is no pointwise function."""
     try:
         return trace_score_mod(score_mod), None
     except UnsupportedScoreModError:
@@ -104,25 +94,11 @@ def attention_in_graph(
     *,
     return_max_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The attention as a call of FlexAttention that the lowering replaces.
+    """The attention as a call of FlexAttention that the lowering replaces: packed tensors of this rank, a score_mod of
+    the indices of the whole sequence, and names of kernel, collective, group and reduce_group; `share` as in
+    `Packing.of`. Gives out, lse and, if they are asked for, the largest scores, as `magi::cp_attention` has them.
 
-    Args:
-        q: `[seqlen_local, nheads_q, head_dim]`.
-        k: `[seqlen_local, nheads_kv, head_dim]`.
-        v: `[seqlen_local, nheads_kv, head_dim_v]`.
-        plan: of this rank.
-        softmax_scale: factor of the scores.
-        score_mod: of the indices of the whole sequence.
-        chosen: names of kernel, collective, group and reduce_group.
-        batch_entries: how many are among the heads.
-        share: as in `Packing.of`.
-        return_max_scores: whether the largest scores are asked for.
-
-    Returns:
-        out, lse and, if they are asked for, the largest scores, as `magi::cp_attention` has them.
-
-    Raises:
-        NotImplementedError: the graph is for a backend that does not lower FlexAttention.
+    Raises NotImplementedError if the graph is for a backend that does not lower FlexAttention.
     """
     if not is_lowered():
         raise NotImplementedError(REFUSAL)

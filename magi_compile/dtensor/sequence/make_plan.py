@@ -28,8 +28,8 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_together,
     planner,
 )
-from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
-from magi_compile.dtensor.spread_tokens import SpreadTokens
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan, SpreadMask
+from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_count
 from magi_compile.masks.block_mask import (
@@ -63,7 +63,8 @@ class HostPlan:
             has those of its rank alone.
         planned: the plan of the rank.
         cost: the rates by which it was planned.
-        of_unknown: as in `SequencePlan`.
+        of_unknown: the indices, "b", "h" or both, that the mask depends on and does not say the number of: it is that
+            of the first batch entry or head.
     """
 
     slices: AttnSlices | None
@@ -231,7 +232,12 @@ class _Where(NamedTuple):
     def of(mesh: Any, ranks: Any = None, keys: Any = None) -> _Where:
         """As the arguments of `plan` say. Of this thread: another one has another current device."""
         if ranks is not None:
-            size, rank = _ranks_of(ranks, mesh, keys)
+            for name, x in (("mesh", mesh), ("keys", keys)):
+                if x is not None:
+                    raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
+            if not isinstance(ranks, (tuple, list)) or len(ranks) != 2:
+                raise ValueError(f"`ranks` must be a pair (cp_size, rank), got {ranks!r}")
+            size, rank = ranks
             in_job = [*range(size)] if isinstance(size, int) else []
             return _Where(None, torch.device("cpu"), size, rank, in_job)
         group = group_of(mesh)
@@ -290,8 +296,10 @@ def _planned(
         keys=None if keys is None else [None if x is None else x.placement for x in tokens],
     )
     hosts = [
-        HostPlan(_said(of_mask.slices), of_rank, options.cost, of_mask.of_unknown)
-        for of_mask, of_rank in zip(converted, planned, strict=True)
+        HostPlan(
+            None if isinstance(x.slices, Cover) else x.slices, of_rank, options.cost, x.of_unknown
+        )
+        for x, of_rank in zip(converted, planned, strict=True)
     ]
 
     @one_thread()
@@ -333,16 +341,6 @@ def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[
     return Ahead(planner().submit(_planned, mask, where, **arguments), where.device)
 
 
-def _ranks_of(ranks: Any, mesh: Any, keys: Any) -> tuple[int, int]:
-    """The number of ranks, and this one."""
-    for name, x in (("mesh", mesh), ("keys", keys)):
-        if x is not None:
-            raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
-    if not isinstance(ranks, (tuple, list)) or len(ranks) != 2:
-        raise ValueError(f"`ranks` must be a pair (cp_size, rank), got {ranks!r}")
-    return ranks[0], ranks[1]
-
-
 def _placed(
     hosts: Sequence[HostPlan],
     tokens: Sequence[SpreadTokens | None],
@@ -358,13 +356,8 @@ def _placed(
             if where not in spread:
                 spread[where] = SpreadTokens(where, host.planned.rank, group, device)
             of_keys = spread[where]
-        rest = (group, device, host.cost, of_keys, host.of_unknown)
-        made.append(SequencePlan(host.slices, host.planned, *rest))
+        made.append(SequencePlan(host, group, device, of_keys))
     return made
-
-
-def _said(mask: AttnSlices) -> AttnSlices | None:
-    return None if isinstance(mask, Cover) else mask
 
 
 def _permutation_of(given: Any) -> Tensor | Placement:
@@ -452,15 +445,12 @@ def _lengths_of(seqlen: Any, keys: SpreadTokens | None) -> tuple[int, int] | Non
 
 
 class _Given(NamedTuple):
-    """A mask that was read: slices on the CPU, or a cover.
+    """A mask that was read."""
 
-    Attributes:
-        slices: what it shows.
-        of_unknown: the indices that it depends on, b or h, of which it does not say how many there are.
-    """
-
-    slices: AttnSlices
-    of_unknown: str = ""
+    slices: AttnSlices  # on the CPU, or a cover
+    of_unknown: str = (
+        ""  # the indices that it depends on, b or h, of which it does not say how many there are
+    )
 
 
 def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> _Given:

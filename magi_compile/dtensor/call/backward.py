@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.entries import unpacked
-from magi_compile.dtensor.execution import Execution
+from magi_compile.dtensor.call.entries import unpacked
+from magi_compile.dtensor.call.execution import Execution
 from magi_compile.dtensor.transport.collectives import Collective, PendingReduce, Route
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
 from magi_compile.kernels.merge import sum_partials

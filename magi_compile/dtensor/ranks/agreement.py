@@ -1,8 +1,6 @@
-"""Checks that the ranks of a group call the same attention, before its rows travel.
-
-Ranks that differ would wait for each other, or compute with rows of another mask: a data loader drifts, or one rank has
-another dtype. So each rank says in a hundred bytes what it is about to do, and reads what the others say. Every rank
-finds the same difference, and raises the same error.
+"""Checks that the ranks of a group call the same attention, before its rows travel (`docs/kernels/across_ranks.md`).
+Each rank says in a hundred bytes what it is about to do, and every rank finds the same difference and raises the same
+error.
 
     tensors on a CPU    in every call, by an all-gather
     tensors on a GPU    in the first call of its kind, that is of a plan, and shapes, dtype and options, and in every
@@ -32,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.execution import DevicePlan
+from magi_compile.dtensor.call.arguments import Options
+from magi_compile.dtensor.call.execution import DevicePlan
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, is_recorded
 from magi_compile.ops.validation import DTYPES
 
@@ -63,26 +62,15 @@ class Agreement(NamedTuple):
     softcap: float
 
     @staticmethod
-    def of(
-        plan: DevicePlan,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        softcap: float,
-        name: str,
-        batch_entries: int,
-        score: str = "",
-    ) -> Agreement:
-        """The call with this rank's plan and tensors, of which the heads are those of all `batch_entries`; `name` is
-        that of the collective, `score` the text of the score program."""
+    def of(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Agreement:
+        """The call with this rank's plan and tensors, whose heads are those of all batch entries."""
         (rows, nheads_q, head_dim), (key_rows, nheads_kv, _) = q.shape, k.shape
-        dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, name)
-        nheads_q, nheads_kv = nheads_q // batch_entries, nheads_kv // batch_entries
+        dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, options.collective)
+        batch, score = options.batch_entries, options.score
         return Agreement(
-            *(plan.digest, plan.cp_size, dtype, batch_entries, nheads_q, nheads_kv),
+            *(plan.digest, plan.cp_size, dtype, batch, nheads_q // batch, nheads_kv // batch),
             *(head_dim, v.shape[2], rows, key_rows, collective, _number_of(score) if score else 0),
-            *(scale, softcap),
+            *(options.softmax_scale, options.softcap),
         )
 
 
@@ -129,27 +117,22 @@ def require_agreement(
     *,
     is_backward: bool = False,
 ) -> None:
-    """All ranks of `group` call it together before they move rows of `device`.
+    """All ranks of `group` call it together before they move rows of `device` for the attention `call`, or for its
+    backward, by the plan of `rank`; the group of that name moves gradients.
 
-    Args:
-        call: what this rank is about to do.
-        rank: whose plan it has.
-        group: the ranks.
-        reduce_group_name: name of the process group that moves gradients.
-        device: of q, k and v.
-        is_backward: whether it is the backward of that attention.
-
-    Raises:
-        ValueError: on every rank alike, if the ranks differ, or if a plan does not fit the group.
-        RuntimeError: if other ranks do not call it, or if it would have to ask while a graph is being captured.
+    Raises ValueError, on every rank alike, if the ranks differ, or if a plan does not fit the group, and RuntimeError
+    if other ranks do not call it, or if it would have to ask while a graph is being captured.
     """
     calls = _calls.get(group)
     if calls is None:
         calls = _calls[group] = _Calls()
     if reduce_group_name not in calls.reduce_groups:
-        _require_equal_ranks(
-            group, _compat.resolve_process_group(reduce_group_name, "reduce_group")
-        )
+        reduce_group = _compat.resolve_process_group(reduce_group_name, "reduce_group")
+        ranks, others = map(dist.get_process_group_ranks, (group, reduce_group))
+        if others != ranks:
+            raise ValueError(
+                f"`reduce_group` must hold the ranks of `group` in the same order, {ranks}, got {others}"
+            )
         calls.reduce_groups.add(reduce_group_name)
     if device.type != "cpu":
         is_known = (call, rank) in calls.known
@@ -172,14 +155,6 @@ def require_agreement(
             calls.known.popitem(last=False)
 
 
-def _require_equal_ranks(group: dist.ProcessGroup, reduce_group: dist.ProcessGroup) -> None:
-    ranks, others = (dist.get_process_group_ranks(x) for x in (group, reduce_group))
-    if others != ranks:
-        raise ValueError(
-            f"`reduce_group` must hold the ranks of `group` in the same order, {ranks}, got {others}"
-        )
-
-
 def checksum_of(*tensors: Tensor) -> int:
     """A number that integer tensors of other values, or in another order, do not share. Waits for their devices."""
     total = 0
@@ -194,24 +169,15 @@ def checksum_of(*tensors: Tensor) -> int:
 
 
 def require_equal_tokens(checksum: int, group: dist.ProcessGroup) -> None:
-    """Plans agree where masks do, whatever the tokens are; this compares the tokens. All ranks call it together.
+    """Plans agree where masks do, whatever the tokens are; this compares the tokens, by this rank's `checksum_of` its
+    batch. All ranks of `group` call it together; their hosts talk, and wait for no device.
 
-    Args:
-        checksum: that of this rank's batch, from `checksum_of`.
-        group: the ranks. Their hosts talk, and wait for no device.
-
-    Raises:
-        ValueError: on every rank, if the ranks have different tokens.
-        RuntimeError: if other ranks do not call it.
+    Raises ValueError, on every rank, if the ranks have different tokens, and RuntimeError if other ranks do not call
+    it.
     """
     calls = _calls.setdefault(group, _Calls())
-    try:
-        arrived = _between_hosts(bytearray(_CHECKSUM.pack(checksum)), calls, group)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"all ranks of `group` must take a batch together, but rank {group.rank()} has not heard of "
-            f"{_silent(error)}, which does something else, or has ended: {error}"
-        ) from error
+    words = ("take a batch", ", which does something else")
+    arrived = _between_hosts(bytearray(_CHECKSUM.pack(checksum)), calls, group, *words)
     every = [_CHECKSUM.unpack(x)[0] for x in arrived]
     if different := [rank for rank, x in enumerate(every) if x != every[0]]:
         raise ValueError(
@@ -230,33 +196,42 @@ def _exchange(
             "warm-up step before the capture"
         )
     *numbers, call = mine
-    try:
-        arrived = _between_hosts(bytearray(_FORMAT.pack(*numbers, *call)), calls, group)
-    except RuntimeError as error:
-        what = "backward" if mine.is_backward else "forward"
-        raise RuntimeError(
-            f"all ranks of `group` must call the same attention together, but rank {group.rank()} has not heard of "
-            f"{_silent(error)} in a {what}, which has called something else, or has ended: {error}"
-        ) from error
+    what = "backward" if mine.is_backward else "forward"
+    words = ("call the same attention", f" in a {what}, which has called something else")
+    said = bytearray(_FORMAT.pack(*numbers, *call))
+    arrived = _between_hosts(said, calls, group, *words)
     unpacked = [_FORMAT.unpack(x) for x in arrived]
     return [_Said(x[0], x[1], x[2], x[3], Agreement(*x[4:])) for x in unpacked]
 
 
-def _between_hosts(said: bytearray, calls: _Calls, group: dist.ProcessGroup) -> list[bytes]:
-    """Messages of one length from all ranks, in their order."""
+def _between_hosts(
+    said: bytearray, calls: _Calls, group: dist.ProcessGroup, must: str, silent: str
+) -> list[bytes]:
+    """Messages of one length from all ranks, in their order; an error says what ranks `must` do together, and what one
+    that is `silent` does."""
     calls.exchanges += 1
-    if "cpu:" not in dist.get_backend_config(group):
+    try:
+        if "cpu:" in dist.get_backend_config(group):
+            return _exchange_by_gather(said, calls.exchanges, group)
         if calls.store is None:
             calls.store = _store_of(group)
         return _exchange_by_store(bytes(said), calls.exchanges, group, calls.store)
+    except RuntimeError as error:
+        ranks = error.ranks if isinstance(error, _SilentRanksError) else ()
+        whom = " and ".join(f"rank {rank}" for rank in ranks) or "another rank"
+        raise RuntimeError(
+            f"all ranks of `group` must {must} together, but rank {group.rank()} has not heard of {whom}{silent}, or "
+            f"has ended: {error}"
+        ) from error
+
+
+def _exchange_by_gather(said: bytearray, number: int, group: dist.ProcessGroup) -> list[bytes]:
     packed = torch.frombuffer(said, dtype=torch.uint8)
     every = [torch.empty_like(packed) for _ in range(group.size())]
     try:
         dist.all_gather(every, packed, group)
     except RuntimeError as error:
-        raise _SilentRanksError(
-            _who_is_silent(bytes(said), calls.exchanges, group), error
-        ) from error
+        raise _SilentRanksError(_who_is_silent(bytes(said), number, group), error) from error
     return [bytes(x.tolist()) for x in every]
 
 
@@ -266,12 +241,6 @@ class _SilentRanksError(RuntimeError):
     def __init__(self, ranks: Sequence[int], error: RuntimeError):
         super().__init__(str(error))
         self.ranks = ranks
-
-
-def _silent(error: RuntimeError) -> str:
-    """The ranks that an error of `_between_hosts` is about."""
-    ranks = error.ranks if isinstance(error, _SilentRanksError) else ()
-    return " and ".join(f"rank {rank}" for rank in ranks) if ranks else "another rank"
 
 
 def _key(number: int, rank: int) -> str:
@@ -351,9 +320,8 @@ def _compare(every: Sequence[_Said]) -> None:
         )
     if different := [rank for rank, x in enumerate(calls) if x.digest != calls[0].digest]:
         raise ValueError(
-            "every rank must plan the same mask with the same options, but the plans of ranks "
-            f"{different} differ from that of rank 0; give every rank the same mask and the same "
-            "ContextParallelOptions"
+            f"every rank must plan the same mask with the same options, but the plans of ranks {different} differ from "
+            "that of rank 0; give every rank the same mask and the same ContextParallelOptions"
         )
     if strangers:
         listed = ", ".join(
@@ -368,10 +336,9 @@ def _compare(every: Sequence[_Said]) -> None:
     if differ := _of(every, lambda x: x.number, lambda x: f"call {x}"):
         raise ValueError(f"all ranks of `group` must call attention equally often, but {differ}")
     raise ValueError(
-        f"all ranks of `group` must call the same attentions in the same order, but ranks "
-        f"{[rank for rank, x in enumerate(every) if x.history != every[0].history]} have called "
-        "others than rank 0 since the ranks "
-        "were compared last; give every rank the same masks in the same order"
+        "all ranks of `group` must call the same attentions in the same order, but ranks "
+        f"{[rank for rank, x in enumerate(every) if x.history != every[0].history]} have called others than rank 0 "
+        "since the ranks were compared last; give every rank the same masks in the same order"
     )
 
 

@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor import ahead
-from magi_compile.dtensor.agreement import Agreement, require_agreement
-from magi_compile.dtensor.arguments import BackwardOptions, Options
-from magi_compile.dtensor.asked import Asked
-from magi_compile.dtensor.backward import backward
-from magi_compile.dtensor.entries import packed, packed_rows, unpacked, unpacked_rows
-from magi_compile.dtensor.execution import DevicePlan, Execution, Prepared, Scoring, unpack
-from magi_compile.dtensor.forward import forward
-from magi_compile.dtensor.sharding import register_rules
+from magi_compile.dtensor.call import ahead
+from magi_compile.dtensor.call.arguments import Options
+from magi_compile.dtensor.call.asked import Asked
+from magi_compile.dtensor.call.backward import backward
+from magi_compile.dtensor.call.entries import packed, packed_rows, unpacked, unpacked_rows
+from magi_compile.dtensor.call.execution import DevicePlan, Execution, Prepared, Scoring, unpack
+from magi_compile.dtensor.call.forward import forward
+from magi_compile.dtensor.call.sharding import register_rules
+from magi_compile.dtensor.ranks.agreement import Agreement, require_agreement
+from magi_compile.dtensor.ranks.watch import watched
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.dtensor.watch import watched
 from magi_compile.kernels.base import Grads, Saved, new_max_scores
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import gradients_of_tables, new_sums, split_sums, wanted_tables
@@ -44,36 +44,24 @@ _MOST_KINDS = 64  # of calls that are kept with a plan
 
 
 class _KnownCall(NamedTuple):
-    """The parts that all calls of a kind by a plan have in common.
+    """The parts that all calls of a kind by a plan have in common."""
 
-    Attributes:
-        agreement: what the ranks must have in common.
-        prepared: how it runs.
-        group: the ranks, for which that is.
-    """
-
-    agreement: Agreement
-    prepared: Prepared
-    group: ref[dist.ProcessGroup]
+    agreement: Agreement  # what the ranks must have in common
+    prepared: Prepared  # how it runs
+    group: ref[dist.ProcessGroup]  # the ranks, for which that is
 
 
 def _execution(
-    options: Options | BackwardOptions,
-    scaled: Scaled,
-    k: Tensor,
-    v: Tensor,
-    wanted: Sequence[int] = (),
-    *,
-    is_backward: bool = False,
+    options: Options, scaled: Scaled, k: Tensor, v: Tensor, *, is_backward: bool = False
 ) -> Execution:
     """The execution for this rank's rows; all ranks of the group ask together. What follows from the plan, the shapes
     and the options is found out in the first call of its kind."""
     q = scaled.q
     group = reduce_group = _compat.resolve_process_group(options.group_name)
     plan = unpack(options.meta, options.data)
-    key = _kind_of(options, q, k, v, wanted, is_backward=is_backward)
+    key = _kind_of(options, q, k, v, is_backward=is_backward)
     known = plan.calls.get(key)
-    call = _agreement_on(plan, options, q, k, v) if known is None else known.agreement
+    call = Agreement.of(plan, q, k, v, options) if known is None else known.agreement
     # Before anything else, because what fails on one rank alone leaves the others waiting.
     names = options.group_name, options.reduce_group_name
     require_agreement(call, plan.rank, group, names[1], q.device, is_backward=is_backward)
@@ -81,11 +69,11 @@ def _execution(
         if not is_backward:
             _check_rows(plan, q, k)
             _begin_ahead(plan, options, scaled, k, v)
-        asked = Asked.of(options, scaled.softmax_scale, (q, k, v), wanted)
-        chosen = asked.choice(plan.entries, has_bits=plan.bits is not None)
+        asked = Asked.of(options, scaled.softmax_scale, (q, k, v), is_backward=is_backward)
+        kernel, problem, packing = asked.choice(plan.entries, plan.bits is not None)
         name, has_legs = options.collective, plan.relayed[is_backward]
         moving = select_collective(name, group, q.device, has_legs=has_legs)
-        prepared = Prepared(plan, chosen.kernel, chosen.problem, moving, chosen.packing)
+        prepared = Prepared(plan, kernel, problem, moving, packing)
         if len(plan.calls) >= _MOST_KINDS:
             plan.calls.clear()
         known = plan.calls[key] = _KnownCall(call, prepared, ref(group))
@@ -95,15 +83,7 @@ def _execution(
     return Execution(known.prepared, group, reduce_group, scoring)
 
 
-def _kind_of(
-    options: Options | BackwardOptions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    wanted: Sequence[int],
-    *,
-    is_backward: bool,
-) -> Hashable:
+def _kind_of(options: Options, q: Tensor, k: Tensor, v: Tensor, *, is_backward: bool) -> Hashable:
     """The key, beside a plan, of how a call runs."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     # The numbers and names that both passes have in front.
@@ -112,63 +92,47 @@ def _kind_of(
     if not options.score and not options.share:
         return (*numbers, *shapes)
     tables = tuple([(x.dtype, x.dim()) for x in options.tables or ()])
-    of_score = (options.score, tables, tuple(wanted), tuple(options.share or ()))
+    of_score = (options.score, tables, tuple(options.wanted), tuple(options.share or ()))
     return (*numbers, *shapes, *of_score)
 
 
-def _agreement_on(
-    plan: DevicePlan, options: Options | BackwardOptions, q: Tensor, k: Tensor, v: Tensor
-) -> Agreement:
-    numbers = (options.softmax_scale, options.softcap, options.collective, options.batch_entries)
-    return Agreement.of(plan, q, k, v, *numbers, options.score)
-
-
 def _check_rows(plan: DevicePlan, q: Tensor, k: Tensor) -> None:
-    if q.shape[0] != plan.rows:
-        raise ValueError(
-            f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}; "
-            "take those of RankPlan.dispatch.positions(rank), padding included"
-        )
-    if k.shape[0] != plan.key_rows:
-        raise ValueError(
-            f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
-            "take those of RankPlan.dispatch.keys.positions(rank), padding included"
-        )
+    for name, x, number, what, where in (
+        ("q", q, plan.rows, "rows", "dispatch"),
+        ("k", k, plan.key_rows, "keys", "dispatch.keys"),
+    ):
+        if x.shape[0] != number:
+            raise ValueError(
+                f"`{name}` must have the {number} {what} of the plan, got {x.shape[0]}; take those of "
+                f"RankPlan.{where}.positions(rank), padding included"
+            )
 
 
-def _begin_ahead(
-    plan: DevicePlan, options: Options | BackwardOptions, scaled: Scaled, k: Tensor, v: Tensor
-) -> None:
+def _begin_ahead(plan: DevicePlan, options: Options, scaled: Scaled, k: Tensor, v: Tensor) -> None:
     """Begins to compile the kernels of a forward, and where tensors need gradients those of its backward: those of
     graphs do not say so, and have begun it already."""
-    tables, qkv = options.tables or (), (scaled.q, k, v)
-    ahead.begin_plan(plan, plan.rows, k.device, is_early=plan.merged is not None)
-    ahead.begin_call(Asked.of(options, scaled.softmax_scale, qkv, ()))
-    of_tables = [x.requires_grad for x in tables]
+    qkv, scale = (scaled.q, k, v), scaled.softmax_scale
+    ahead.begin_plan(plan, k.device)
+    ahead.begin_call(Asked.of(options, scale, qkv))
+    of_tables = [x.requires_grad for x in options.tables or ()]
     if any((*of_tables, *(x.requires_grad for x in qkv))):
         wanted = wanted_tables(options.score, of_tables)
-        asked = Asked.of(options, scaled.softmax_scale, qkv, wanted)
-        asked = asked._replace(has_max_scores=False)
-        ahead.begin_call(asked, is_backward=True, wanted=wanted)
+        back = options._replace(wanted=wanted, return_max_scores=False)
+        ahead.begin_call(Asked.of(back, scale, qkv, is_backward=True))
 
 
 def _begin_traced(
-    options: Options | BackwardOptions,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    wanted: Sequence[int] = (),
-    *,
-    is_backward: bool = False,
+    options: Options, qkv: tuple[Tensor, Tensor, Tensor], *, is_backward: bool = False
 ) -> None:
     """Begins to compile what a call of fake tensors will launch."""
     if not _compat.is_in_use(qkv[0].device):
         return
     scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
     with suppress(Exception):  # of sizes that nobody knows yet
-        asked = Asked.of(options, scale, qkv, wanted)
-        ahead.begin_call(asked, is_backward=is_backward, wanted=wanted)
+        ahead.begin_call(Asked.of(options, scale, qkv, is_backward=is_backward))
 
 
-def _scoring(options: Options | BackwardOptions, plan: DevicePlan) -> Scoring:
+def _scoring(options: Options, plan: DevicePlan) -> Scoring:
     """The score program with its tensors."""
     program, tables = ScoreProgram.parse(options.score), options.tables or ()
     return Scoring(plan, program, tables, options.symbols or (), options.places or (-1, -1))
@@ -192,7 +156,7 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     return out.contiguous(), lse, max_scores
 
 
-def _scaled(q: Tensor, options: Options | BackwardOptions) -> Scaled:
+def _scaled(q: Tensor, options: Options) -> Scaled:
     if options.score:  # which tells the sign of a score: the scale stays with it
         return Scaled(q, options.softmax_scale, 1.0)
     return Scaled.of(q, options.softmax_scale)
@@ -211,9 +175,9 @@ def _cp_ffa_bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse, *others = rest
-    options = BackwardOptions(*others)
+    options = Options.of_backward(*others)
     scaled, tables, wanted = _scaled(q, options), options.tables or (), options.wanted
-    execution = _execution(options, scaled, k, v, wanted, is_backward=True)
+    execution = _execution(options, scaled, k, v, is_backward=True)
     queries, entries = scaled.q, execution.prepared.entries
     sums = new_sums(tables, wanted, q)
     if execution.scoring is not None:
@@ -233,27 +197,23 @@ def _cp_ffa_bwd(
 def _cp_ffa_bwd_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, *others = rest
-    options = BackwardOptions(*others)
-    _begin_traced(options, (q, k, v), options.wanted, is_backward=True)
+    options = Options.of_backward(*rest[2:])
+    _begin_traced(options, (q, k, v), is_backward=True)
     sums = new_sums(options.tables or (), options.wanted, q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sums
 
 
 _OPTIONS = (
     "Tensor meta, Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
-    "str reduce_group_name, SymInt batch_entries=1"
+    "str reduce_group_name, SymInt batch_entries=1, Tensor[]? tables=None, SymInt[]? symbols=None, str score='', "
+    "int[]? places=None, SymInt[]? share=None"
 )
-_MORE_OPTIONS = "Tensor[]? tables=None, SymInt[]? symbols=None, str score='', int[]? places=None, SymInt[]? share=None"
-_FWD = (
-    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool return_max_scores=False, {_MORE_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor)"
-)
+_FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool return_max_scores=False) -> (Tensor, Tensor, Tensor)"
 define(_lib, f"cp_ffa_fwd{_FWD}", _cp_ffa_fwd, _cp_ffa_fwd_fake)
 define(
     _lib,
     "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, {_MORE_OPTIONS}, int[] wanted=[]) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}, int[] wanted=[]) -> (Tensor, Tensor, Tensor, Tensor)",
     _cp_ffa_bwd,
     _cp_ffa_bwd_fake,
 )
@@ -270,7 +230,7 @@ class _AttentionOverRanks(torch.autograd.Function):
         options = Options(*rest)
         out, lse, max_scores = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, options.meta, options.data, *tables)
-        ctx.numbers = rest[2:_NUM_PLAIN]
+        ctx.numbers = rest[2:_TABLES]
         # Of a call that has no more than these, no more is kept, because each costs time.
         ctx.others = None
         if tables or options.score or options.share:
@@ -298,8 +258,7 @@ class _AttentionOverRanks(torch.autograd.Function):
         return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
-_NUM_PLAIN = BackwardOptions._fields.index("tables")  # arguments that every call has
-_TABLES = Options._fields.index("tables")
+_TABLES = Options._fields.index("tables")  # in front are the arguments that every call has
 
 
 def _tables_of(*rest: Any) -> Sequence[Tensor]:

@@ -1,7 +1,6 @@
-"""Ends what waits on a GPU for a rank that does not come.
+"""Ends what waits on a GPU for a rank that does not come, while no host waits with it (`docs/kernels/across_ranks.md`).
 
-Streams wait for flags of other ranks, and kernels of NCCL's for rows of other ranks, while no host waits with them. So
-a thread of each process looks after the passes of attention that were enqueued:
+A thread of each process looks after the passes of attention that were enqueued:
 
     a pass is done                an event behind it says so; nothing else happens
     its host is still in it       as one that the driver holds up, for memory or for room in a queue
@@ -11,12 +10,9 @@ a thread of each process looks after the passes of attention that were enqueued:
 A thread that the driver holds up may have a lock of the driver's. So the thread that looks never calls the driver: it
 has that done by others, and goes on without their answer.
 
-The error is logged, what waits on the device is released, and the thread that called attention gets the error, wherever
-it is: in `loss.item()`, in a synchronisation, in the next step. Later calls raise it as well. Where that thread does
-not take it, because a kernel of NCCL's holds it, the process ends.
-
-A pass costs its host a few microseconds, for an event. Replays of CUDA graphs are no calls, and nobody looks after
-them.
+The error is logged, and the thread that called attention gets it, wherever it is; then what waits on the device is
+released. Later calls raise it as well. Where that thread does not take it, because a kernel of NCCL's holds it, the
+process ends. Replays of CUDA graphs are no calls, and nobody looks after them.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from magi_compile import _compat
-from magi_compile.dtensor.roll_call import RollCall
+from magi_compile.dtensor.ranks.roll_call import RollCall
 from magi_compile.dtensor.transport.collectives import is_recorded, release
 
 logger = logging.getLogger("magi_compile")
@@ -58,26 +54,17 @@ SECONDS_OF_A_HOST = 60.0  # in a pass, beyond the timeout: its first call may co
 class Event(Protocol):
     """An event behind some work, which says whether that is done."""
 
-    def query(self) -> bool:
-        """True if that is done."""
-        ...
+    def query(self) -> bool: ...
 
 
 @dataclass(eq=False)
 class Pass:
-    """A pass that the host enqueues, or has enqueued.
+    """A pass that the host enqueues, or has enqueued."""
 
-    Attributes:
-        number: of the pass; all ranks count alike.
-        is_backward: whether it is a backward.
-        time: at which the host has begun with it, or was done.
-        event: behind all of it; None while the host is in it.
-    """
-
-    number: int
+    number: int  # all ranks count alike
     is_backward: bool
-    time: float
-    event: Event | None = None
+    time: float  # at which the host has begun with it, or was done
+    event: Event | None = None  # behind all of it; None while the host is in it
 
     def is_done(self) -> bool:
         try:
@@ -87,11 +74,8 @@ class Pass:
 
 
 class Aside:
-    """Calls on threads of their own, one at a time, for a thread that must not wait long.
-
-    Args:
-        prepare: what each of these threads does first.
-    """
+    """Calls on threads of their own, one at a time, for a thread that must not wait long. Each of these threads does
+    `prepare` first."""
 
     def __init__(self, prepare: Callable[[], None] = lambda: None):
         self._prepare = prepare
@@ -99,14 +83,8 @@ class Aside:
         self._has_ended.set()
 
     def run(self, call: Callable[[], None]) -> bool:
-        """Begins a call, unless one before goes on, and waits a moment for it.
-
-        Args:
-            call: raises nothing but RuntimeErrors, which nobody sees.
-
-        Returns:
-            Whether it has ended.
-        """
+        """Begins a call, unless one before goes on, and waits a moment for it; true if it has ended. Nobody sees the
+        RuntimeErrors that it raises."""
         if not self._has_ended.is_set():
             return False
         self._has_ended.clear()
@@ -128,21 +106,11 @@ class Aside:
 
 
 class Passes:
-    """The passes of one group that may still be under way.
+    """The passes of one group, that of the name, which may still be under way; `error` is that of ranks that were late.
 
-    Args:
-        name: of the group.
-        rank: this rank.
-        timeout: gives that of the group, in seconds.
-        roll_call: among its ranks.
-        release: lets go what waits on the device for other ranks; called again until nothing waits.
-        clock: gives seconds.
-        raise_in: raises an error in a thread, as `raise_in_thread`.
-        end: ends the process, as `end_process`.
-        aside: calls the driver.
-
-    Attributes:
-        error: that of ranks that were late, if some were.
+    `timeout` gives that of the group, and `clock` the time, in seconds. `release` lets go what waits on the device for
+    other ranks; it is called again until nothing waits. `raise_in` and `end` are as `raise_in_thread` and
+    `end_process`, and `aside` calls the driver.
     """
 
     def __init__(
@@ -166,25 +134,15 @@ class Passes:
         self._aside = aside or Aside()
         self._pending: deque[Pass] = deque()
         self._number = self._warned = 0
-        self._thread = (
-            threading.get_ident()
-        )  # of the last forward that was called: a backward may have another
+        # Of the last forward that was called: a backward may have another.
+        self._thread = threading.get_ident()
         self._is_taken = threading.Event()
         self._failed = 0.0
         self._resumed = -math.inf
 
     def begin(self, *, is_backward: bool) -> Pass:
-        """A pass that the host is about to enqueue; `enqueued` or `ended` has to follow.
-
-        Args:
-            is_backward: whether it is a backward.
-
-        Returns:
-            The pass.
-
-        Raises:
-            RuntimeError: ranks were late for an earlier one.
-        """
+        """A pass that the host is about to enqueue; `enqueued` or `ended` has to follow. Raises RuntimeError if ranks
+        were late for an earlier one."""
         if self.error is not None:
             if is_backward or _compat.is_in_backward():  # for the thread that called `backward`
                 withdraw(self._is_taken)
@@ -213,11 +171,7 @@ class Passes:
         self._resumed = self._clock()
 
     def look(self) -> float | None:
-        """One look at the oldest pass.
-
-        Returns:
-            The number of seconds until the next look; None if nothing is under way.
-        """
+        """One look at the oldest pass; seconds until the next one, None if nothing is under way."""
         self._aside.run(self._drop_what_is_done)
         if self.error is not None:
             return self._look_after_the_error()
@@ -345,15 +299,8 @@ def end_process(message: str) -> None:
 
 
 class Watch:
-    """The thread that looks after the passes of all groups. It sleeps while nothing is under way.
-
-    Args:
-        prepare: what the thread does first.
-
-    Attributes:
-        prepare: the same, for threads that call the driver.
-        is_over: whether it looks no longer.
-    """
+    """The thread that looks after the passes of all groups, until `is_over`. It sleeps while nothing is under way. It,
+    and threads that call the driver, do `prepare` first."""
 
     def __init__(self, prepare: Callable[[], None] = lambda: None):
         self.prepare = prepare
@@ -471,18 +418,10 @@ def watched(
     *,
     is_backward: bool,
 ) -> AbstractContextManager[None]:
-    """A context in which the host enqueues a pass, which becomes an error if ranks are late.
+    """A context in which the host enqueues a pass of rows on `device`, which becomes an error if ranks of `group` are
+    late. `reduce_group` holds the same ranks, for gradients. On CPUs ranks wait in calls that time out.
 
     Entering it raises a RuntimeError if ranks were late for an earlier pass of the group.
-
-    Args:
-        group: the ranks.
-        device: of the rows. On CPUs ranks wait in calls that time out.
-        reduce_group: of the same ranks, for gradients; None for `group`.
-        is_backward: whether it is a backward.
-
-    Returns:
-        The context.
     """
     if device.type != "cuda" or is_recorded(device):
         return _UNWATCHED

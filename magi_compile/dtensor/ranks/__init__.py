@@ -1,0 +1,1 @@
+"""Ranks that differ, and ranks that do not come."""

@@ -1,0 +1,1 @@
+"""Plans as a training step holds them, and the tokens that they spread."""
