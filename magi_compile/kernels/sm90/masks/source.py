@@ -162,7 +162,6 @@ class _SlicesWriter:
         self.source.num_lanes = max(len(lanes), 1)
         self.source.text = "\n".join(
             [
-                f"// {self.program.expr}",
                 "namespace ffa {",
                 "struct Mask {",
                 f"static constexpr int kNumLanes = {self.source.num_lanes};",
