@@ -1,7 +1,9 @@
-"""Build hook of pyproject.toml: kernels that are compiled ahead, into the wheel.
+"""Hooks of pyproject.toml for releases; installations from sources need none of this.
 
-Only where `MAGI_COMPILE_BUILD_CUBINS` names their head dimensions, as `64,128,256`; editable installs have none. NVRTC
-needs no GPU, and the wheel stays one for all machines.
+- Kernels that are compiled ahead, into the wheel, where `MAGI_COMPILE_BUILD_CUBINS` names their head dimensions, as
+  `64,128,256`. Editable installs have none. NVRTC needs no GPU, and the wheel stays one for all machines.
+- Addresses, where `MAGI_COMPILE_REPOSITORY` names the repository, as `https://github.com/OWNER/NAME`: those of the
+  project, and those of files that README.md links to, because an index shows README.md without them.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
+LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()#\s:]+)(#[^()\s]*)?\)")
 COMPILER = ("cuda-bindings", "nvidia-cuda-nvrtc")
 
 
@@ -45,3 +50,28 @@ class CubinsHook(BuildHookInterface):
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if made := getattr(self, "made", None):
             made.cleanup()
+
+
+class RepositoryHook(MetadataHookInterface):
+    """README.md with absolute links, and the addresses of the project."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        root = Path(self.root)
+        text = (root / "README.md").read_text()
+        if repository := os.environ.get("MAGI_COMPILE_REPOSITORY", "").rstrip("/"):
+            version = re.search(
+                r'"(.+)"', (root / "magi_compile" / "_version.py").read_text().splitlines()[-1]
+            )[1]
+
+            def absolute(link: re.Match) -> str:
+                image, name, path, anchor = link.groups()
+                kind = "raw" if image else "blob"
+                return f"{image}{name}({repository}/{kind}/v{version}/{path}{anchor or ''})"
+
+            text = LINK.sub(absolute, text)
+            metadata["urls"] = {
+                "Source": repository,
+                "Changelog": f"{repository}/blob/v{version}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+            }
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
