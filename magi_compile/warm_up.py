@@ -47,14 +47,12 @@ from magi_compile.masks.program.program import MaskProgram
 from magi_compile.plan.block_map import CELL
 
 COMMON_HEAD_DIMS = (64, 128, 256)
-# Of any lengths, with documents numbered by int64: the order of the conditions is in the source of a kernel.
+# Of any lengths, with their conditions in any order, and documents numbered by int64.
 COMMON_MASKS = (
     "q >= kv",
     "t0[q] == t0[kv]",
     "(q >= kv) & (t0[q] == t0[kv])",
-    "(t0[q] == t0[kv]) & (q >= kv)",
     "(q >= kv) & (t0[b, q] == t0[b, kv])",
-    "(t0[b, q] == t0[b, kv]) & (q >= kv)",
 )
 MORE = {
     "softcap": "scores with a soft-cap",
