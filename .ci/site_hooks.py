@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 HOME = {"README.md": "index.md"}
 SHOWN = {".md", ".json", ".jsonl", ".html", ".png", ".svg"}
+_LONG_CODE = re.compile(r"<code>([^<]{60,})</code>")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()#\s:]+)(#[^()\s]*)?\)")
 
 
@@ -69,3 +70,8 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:
         return f"{image}[{text}]({posixpath.relpath(uri, start)}{anchor or ''})"
 
     return _LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, page, config, files: Files) -> str:
+    """Code in tables stays on one line, but for what would make a table wider than a page (site.css)."""
+    return _LONG_CODE.sub(r'<code class="long">\1</code>', html)

@@ -1,8 +1,11 @@
 """Compile the Hopper kernels and the launcher into the cache before they are needed: `python -m magi_compile.warm_up`.
 
 For images and clusters. Needs NVRTC but no GPU, and runs on all cores. By default the kernels of bfloat16 at head
-dimensions 64, 128 and 256, with and without bit blocks; what else a call needs is compiled at first use. Exits with an
-error if a kernel does not compile, spills registers or serialises wgmma.
+dimensions 64, 128 and 256, with and without bit blocks, and those of causal and document masks; what else a call needs
+is compiled at first use. Kernels that came with the package need nothing. Exits with an error if a kernel does not
+compile, spills registers or serialises wgmma.
+
+`--into FOLDER` writes the kernels as a wheel has them, and is how hatch_build.py makes these.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -26,14 +31,29 @@ from magi_compile.kernels.plan import BlockMap
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
 from magi_compile.kernels.sm90.forward.split_kv import merge_variant, split_variant
-from magi_compile.kernels.sm90.masks.mask_slices import lists_variant
+from magi_compile.kernels.sm90.masks.mask_slices import lists_variant, mask_variant
+from magi_compile.kernels.sm90.masks.source import mask_source
 from magi_compile.kernels.sm90.planner.block_map import block_map_variants
 from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
-from magi_compile.kernels.sm90.runtime import cubin_cache, launcher_build
-from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compile_variant
+from magi_compile.kernels.sm90.runtime import cubin_cache, launcher_build, shipped
+from magi_compile.kernels.sm90.runtime.nvrtc import (
+    CompileError,
+    Variant,
+    compile_anew,
+    compile_variant,
+    shipped_name,
+)
+from magi_compile.masks.program.program import MaskProgram
 from magi_compile.plan.block_map import CELL
 
 COMMON_HEAD_DIMS = (64, 128, 256)
+# Of any lengths, with their conditions in any order, and documents numbered by int64.
+COMMON_MASKS = (
+    "q >= kv",
+    "t0[q] == t0[kv]",
+    "(q >= kv) & (t0[q] == t0[kv])",
+    "(q >= kv) & (t0[b, q] == t0[b, kv])",
+)
 MORE = {
     "softcap": "scores with a soft-cap",
     "deterministic": "backwards under torch.use_deterministic_algorithms",
@@ -49,8 +69,8 @@ def variants(
 ) -> Iterator[Variant]:
     """The kernels to compile; by default every variant for head dimensions that kernels are made for.
 
-    Not among them: score programs, mask programs, largest scores and head dimensions in between, which are compiled at
-    first use.
+    Not among them: score programs, other mask programs than `COMMON_MASKS`, largest scores and head dimensions in
+    between, which are compiled at first use.
 
     Args:
         head_dims: of q, k and v, some of `HOPPER_HEAD_DIMS`.
@@ -89,8 +109,15 @@ def variants(
     yield planner_variant(has_bits=True)
     yield split_variant()
     yield lists_variant()
+    yield from map(_mask_variant, COMMON_MASKS)
     if "lists" in more:
         yield from dict.fromkeys((*block_map_variants(), *block_map_variants(has_table=True)))
+
+
+def _mask_variant(text: str) -> Variant:
+    program = MaskProgram.parse(text)
+    length = 1  # any other gives the same source
+    return mask_variant(mask_source(program, program.keys(length), (torch.int64,)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,32 +133,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtypes = [getattr(torch, name) for name in asked.dtypes]
     chosen = list(variants() if asked.all else variants(asked.head_dims, dtypes, asked.more))
     start = time.perf_counter()
-    building = launcher_build.begin()  # beside the kernels
+    building = None if asked.into else launcher_build.begin()  # beside the kernels
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failures = [error for error in pool.map(_compile, chosen) if error is not None]
+        compiler = compile_anew if asked.into else compile_variant
+        made = dict(zip(chosen, pool.map(partial(_compile, compiler), chosen), strict=True))
     if building is not None:
         try:
             os.close(building.library())
         except (OSError, subprocess.SubprocessError) as error:  # calls go without one, slower
             launcher_build.log_absence(error)
+    failures = [error for error in made.values() if isinstance(error, CompileError)]
+    cubins = {x: cubin for x, cubin in made.items() if isinstance(cubin, bytes)}
     if failures:
-        print("\n\n".join(dict.fromkeys(failures)), file=sys.stderr)
+        print("\n\n".join(dict.fromkeys(map(str, failures))), file=sys.stderr)
+    elif asked.into:
+        shipped.write(asked.into, {shipped_name(x): cubin for x, cubin in cubins.items()})
+    with_launcher = "" if asked.into else f"{'with' if building else 'without'} the launcher, "
     print(
-        f"{len(chosen) - len(failures)} kernels {'with' if building else 'without'} the launcher, "
-        f"{time.perf_counter() - start:.0f} s, in {cubin_cache.cache_dir()}"
+        f"{len(cubins)} kernels {with_launcher}"
+        f"{time.perf_counter() - start:.0f} s, in {asked.into or cubin_cache.cache_dir()}"
     )
     return len(failures)
 
 
-def _compile(variant: Variant) -> str | None:
+def _compile(compiler: Callable[[Variant], bytes], variant: Variant) -> bytes | CompileError:
     start = time.perf_counter()
     try:
-        compile_variant(variant)
+        cubin = compiler(variant)
     except CompileError as error:
-        return str(error)
+        return error
     seconds = time.perf_counter() - start
     print(f"{seconds:6.2f} s  {variant.entry} {dict(variant.defines)}", flush=True)
-    return None
+    return cubin
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,6 +181,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=MORE,
         default=[],
         help="; ".join(f"{name}: {what}" for name, what in MORE.items()),
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        help="an empty folder for the kernels alone, in the form that a wheel has",
     )
     parser.add_argument("--all", action="store_true", help="whatever the others say, everything")
     return parser

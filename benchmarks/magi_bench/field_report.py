@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from magi_bench.arguments import say
 from magi_bench.field import OTHERS, OURS, Predicted, Work, loads_of, predict
+from magi_bench.progress import said_while
 from magi_bench.workloads.lengths import packs_of_corpus, sample
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.stages import backward_seconds, forward_seconds
@@ -216,9 +217,9 @@ class Point(NamedTuple):
         return forward, backward
 
 
-def predict_field(args: argparse.Namespace, measured: Sequence[Measured]) -> list[Point]:
+def predict_field(args: argparse.Namespace, measured: Sequence[Measured]) -> Iterator[Point]:
     """Every strategy on every mask, number of ranks and domain of `args`."""
-    heads, points = (args.nheads_q, args.nheads_kv), []
+    heads = args.nheads_q, args.nheads_kv
     cost = cost_of(heads, (args.tflops, args.tflops), args)
     # Of several with one key the first: by peers' reads, where a file has them.
     known: dict[tuple[Any, ...], float] = {}
@@ -236,8 +237,7 @@ def predict_field(args: argparse.Namespace, measured: Sequence[Measured]) -> lis
                     keys = ((name, mask, work.tokens, cp, heads, x) for x in ("fwd", "bwd"))
                     there = cp <= domain and name != "magi-flat"
                     forward, backward = (known.get(key) if there else None for key in keys)
-                    points.append(Point(work, name, found, (forward, backward)))
-    return points
+                    yield Point(work, name, found, (forward, backward))
 
 
 def table_of(points: Sequence[Point]) -> str:
@@ -315,7 +315,14 @@ def run(args: argparse.Namespace) -> int:
         say(compare(measured))
     if not args.preset:
         return 0
-    points = predict_field(args, measured)
+    wanted = len(SEEDS) * len(args.cp) * len(args.domain)
+    points: list[Point] = []
+
+    def doing() -> str:
+        return f"{len({id(x.work) for x in list(points)})} of {wanted} masks, ranks and domains"
+
+    with said_while(doing, say):
+        points.extend(predict_field(args, measured))
     title = (
         f"heads {args.nheads_q}:{args.nheads_kv}, {args.rank_tokens} tokens a rank, {args.tflops:g} TFLOP/s, "
         f"{args.gbytes:g} GB/s in a domain, {args.gbytes_far:g} GB/s between domains"

@@ -20,6 +20,7 @@ from magi_bench.cases import Case, format_length
 from magi_bench.clock import ALONE, Alone, Ready, Turns, in_turns, wait, warm_up, work_of
 from magi_bench.contenders.base import Contender
 from magi_bench.process import WorkerLost
+from magi_bench.progress import said_while
 from magi_bench.results import provenance
 from magi_bench.results.rows import Ledger, Row
 from magi_bench.settings import Settings
@@ -221,7 +222,9 @@ class Runner:
             if self.world.slowest(self.elapsed + longest) > self.limit_s:
                 reason = f"not begun: no time left of {self.settings.seconds:g} s"
                 return {"status": "timeout", "reason": reason}, None
-            ready = self._prove(contender, problem, case, outcome)
+            doing = f"{where(case)}: {contender.name}, first call and check"
+            with said_while(lambda: f"[{self.elapsed:.0f} s] {doing}", self.say):
+                ready = self._prove(contender, problem, case, outcome)
         except Exception as error:  # whatever a contender raises costs it this row only
             ready, failed = None, failure(error)
         if failed:

@@ -9,6 +9,7 @@ the cost model predicts, forward and backward. With `--preset` and `--measured`,
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from magi_bench import arguments, field_report
+from magi_bench.progress import said_while
 from magi_bench.workloads.lengths import SAMPLERS, sample
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads, plan_communication
 from magi_compile.dtensor.planning.cost import CostModel
@@ -288,8 +290,10 @@ def measure(args: argparse.Namespace) -> list[Outcome]:
     }
     packs = [sample(args.lengths, args.tokens, args.seed + at) for at in range(args.packs)]
     masks = [MASKS[args.mask](lengths).slices for lengths in packs]
-    return [
-        mean_outcome([simulate(slices, cp_size, strategy, **options) for slices in masks])
-        for cp_size in args.cp
-        for strategy in args.strategies
-    ]
+    outcomes: list[Outcome] = []
+    wanted = len(args.cp) * len(args.strategies)
+    with said_while(lambda: f"{len(outcomes)} of {wanted} placements", arguments.say):
+        for cp_size, strategy in itertools.product(args.cp, args.strategies):
+            made = [simulate(slices, cp_size, strategy, **options) for slices in masks]
+            outcomes.append(mean_outcome(made))
+    return outcomes

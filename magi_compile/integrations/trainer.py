@@ -10,21 +10,21 @@ accelerate's, by one line.
 
 The model's inputs are cut, and its masks carry their plans: see `sharded_batches`. Weights and gradients are left to
 DDP or FSDP2, over all ranks.
-
-All that touches private or undocumented names of the frameworks is in this file. Read in transformers 5.20 to 5.24,
-accelerate 1.15 and TRL 1.16:
-
-    accelerate      `AcceleratedScheduler.step`          steps once for each process; here for each group
-                    `Accelerator._prepare_device_mesh`   asked by `prepare_data_loader` only, which divides the ranks by
-                                                         `cp`, so that the ranks of a group get the same batches
-                    `Accelerator._prepare_cp`            would put a causal mask in place of every other, or refuse
-    transformers    `Trainer.get_cp_size`                divides the count of labels and the batch size
-                    `Trainer._prepare_context_parallel_inputs`  would cut batches as well, or refuse
-                    `Trainer._get_num_items_in_batch`    not changed, but relied upon: labels over all ranks / cp
-                    `Trainer.gather_function`            set for a loop; `evaluation_loop` puts its own back
-                    `Trainer._track_num_input_tokens`    counts on every rank
-                    `PreTrainedModel._is_stateful`, `.loss_type`, `config._attn_implementation`
 """
+
+# All that touches private or undocumented names of the frameworks is in this file. Read in transformers 5.20 to 5.24,
+# accelerate 1.15 and TRL 1.16:
+#
+#   accelerate      `AcceleratedScheduler.step`          steps once for each process; here for each group
+#                   `Accelerator._prepare_device_mesh`   asked by `prepare_data_loader` only, which divides the ranks by
+#                                                        `cp`, so that the ranks of a group get the same batches
+#                   `Accelerator._prepare_cp`            would put a causal mask in place of every other, or refuse
+#   transformers    `Trainer.get_cp_size`                divides the count of labels and the batch size
+#                   `Trainer._prepare_context_parallel_inputs`  would cut batches as well, or refuse
+#                   `Trainer._get_num_items_in_batch`    not changed, but relied upon: labels over all ranks / cp
+#                   `Trainer.gather_function`            set for a loop; `evaluation_loop` puts its own back
+#                   `Trainer._track_num_input_tokens`    counts on every rank
+#                   `PreTrainedModel._is_stateful`, `.loss_type`, `config._attn_implementation`
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from magi_bench import contenders
 from magi_bench.cases import Case, format_length
 from magi_bench.process import Worker, WorkerLost
+from magi_bench.progress import said_while
 from magi_bench.results import rows
 from magi_bench.results.rows import Ledger
 from magi_bench.settings import Settings
@@ -166,6 +168,7 @@ class _Run:
         """Why contenders cannot be had, and the versions of those that can."""
         reasons: dict[str, str] = {}
         versions: dict[str, str] = {}
+        waiting = set(self.workers)
 
         def probe(name: str) -> None:
             try:
@@ -176,14 +179,17 @@ class _Run:
                 reasons[name] = answer["reason"]
                 self.workers[name].stop()
             versions.update(answer["versions"])
+            waiting.discard(name)
 
-        self._side_by_side(probe, self.workers)
+        with self._said_while(lambda: f"starting {', '.join(sorted(waiting))}"):
+            self._side_by_side(probe, self.workers)
         for name, reason in sorted(reasons.items()):
             self.say(f"{name} is unavailable: {reason}")
         return reasons, versions
 
     def _prove(self, tasks: list[Task]) -> None:
         """The gates of all tasks; the workers remember what comes of them."""
+        begun: dict[str, str] = {}
 
         def prove(name: str) -> None:
             checked = set()
@@ -192,16 +198,22 @@ class _Run:
                 if task.contender != name or small.key in checked or self.is_over:
                     continue
                 checked.add(small.key)
+                begun[name] = f"{name}, its {len(checked)}. case, {small.key}"
                 request = {"op": "gate", "case": task.case.to_json()}
                 try:
                     self.workers[name].ask(request, self.settings.cell_limit)
                 except WorkerLost as lost:
                     self.say(f"{name}, checking {small.key}: {lost.status}, {lost.reason}")
+            begun.pop(name, None)
 
         names = list(dict.fromkeys(task.contender for task in tasks))
-        self._side_by_side(prove, names)
+        with self._said_while(lambda: f"checking {'; '.join(list(begun.values()))}"):
+            self._side_by_side(prove, names)
         if names:
             self.say(f"checked {', '.join(names)} after {_clock(self.elapsed)}")
+
+    def _said_while(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
+        return said_while(lambda: f"[{_clock(self.elapsed)}] {doing()}", self.say)
 
     def _side_by_side(self, step: Callable[[str], None], names: Iterable[str]) -> None:
         with concurrent.futures.ThreadPoolExecutor(self.settings.jobs) as pool:
@@ -215,7 +227,8 @@ class _Run:
             "protocol": self.settings.protocol.to_json(),
         }
         try:
-            return self.workers[task.contender].ask(request, self.settings.cell_limit)
+            with self._said_while(lambda: f"timing {task.contender}, {task.case.key}"):
+                return self.workers[task.contender].ask(request, self.settings.cell_limit)
         except WorkerLost as lost:
             return {"status": lost.status, "reason": lost.reason}
 

@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from magi_compile import _compat
+from magi_compile import _compat, warm_up
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.select import MaskKernel
@@ -172,6 +172,18 @@ def test_what_is_begun_is_what_is_loaded(asked, name, is_dynamic):
         calls(lambda x: x, CPU, **CASES[name])
     assert len(loaded) >= 6
     assert set(begun) == set(loaded)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "block lists", "bits"])
+def test_a_wheel_has_what_a_first_call_needs(asked, name):
+    """The program of a mask that needs bit blocks is the user's own."""
+    begun, _ = asked
+    mode = FakeTensorMode()
+    with mode:
+        calls(lambda x: mode.from_tensor(x).to(META), META, **CASES[name])
+    in_wheel = warm_up.variants((64,), (torch.bfloat16,), ())
+    assert {x.entry for x in set(begun) - set(in_wheel)} <= {"ffa_mask_bits"}
+    assert len(begun) >= 6
 
 
 @pytest.mark.parametrize("name", ["causal", "score with gradients"])

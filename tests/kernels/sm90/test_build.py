@@ -176,11 +176,11 @@ def test_a_warm_up_that_fails(monkeypatch, capsys):
 
 def test_a_warm_up_of_some():
     some = list(warm_up.variants((128,), (torch.bfloat16,), ()))
-    assert len(some) == len(set(some)) == 12
+    assert len(some) == len(set(some)) == 16
     assert set(some) < set(VARIANTS)
     common = warm_up.variants(warm_up.COMMON_HEAD_DIMS, (torch.bfloat16,), ())
-    assert len(list(common)) == 28
-    assert len(VARIANTS) == len(set(VARIANTS)) == 319
+    assert len(list(common)) == 32
+    assert len(VARIANTS) == len(set(VARIANTS)) == 323
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")

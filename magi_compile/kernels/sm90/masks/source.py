@@ -32,6 +32,8 @@ ELEMENTS = {
 _CALLS = ("add", "sub", "mul", "neg", "abs", "min", "max", "mod", "floordiv")
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _SIGNS |= {"and": "&", "or": "|", "xor": "^"}
+# The order of the conditions of a mask gives no other kernel.
+_COMMUTATIVE = ("min", "max", "and", "or")
 
 
 _PLACE = (
@@ -162,7 +164,6 @@ class _SlicesWriter:
         self.source.num_lanes = max(len(lanes), 1)
         self.source.text = "\n".join(
             [
-                f"// {self.program.expr}",
                 "namespace ffa {",
                 "struct Mask {",
                 f"static constexpr int kNumLanes = {self.source.num_lanes};",
@@ -424,6 +425,8 @@ def _pointwise(op: str, values: Sequence[_Code]) -> _Code:
         is_bool = values[1].is_bool and values[2].is_bool
         cast = "" if is_bool else "(Int)"
         return _Code(f"{texts[0]} ? {cast}{texts[1]} : {cast}{texts[2]}", is_bool)
+    if op in _COMMUTATIVE:
+        texts = sorted(texts)
     if op in _CALLS:
         return _Code(f"ffa::{op}({', '.join(texts)})", False)
     return _Code(f"{texts[0]} {_SIGNS[op]} {texts[1]}", True)

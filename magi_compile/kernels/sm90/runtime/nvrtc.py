@@ -1,4 +1,4 @@
-"""Compiling the sources in `csrc/` with NVRTC, once: the result is cached on disk.
+"""Compiling the sources in `csrc/` with NVRTC, once: the result is cached on disk. A wheel may bring it along.
 
 The sources include nothing but each other, so neither a CUDA toolkit nor a GPU is needed.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cuda.bindings import nvrtc
 
-from magi_compile.kernels.sm90.runtime import cubin_cache
+from magi_compile.kernels.sm90.runtime import cubin_cache, shipped
 
 ARCH = "sm_90a"
 LEAST_VERSION = (12, 9)  # older ones do not know `--no-cache`; 12.6 spills registers as well
@@ -46,7 +46,7 @@ class CompileError(RuntimeError):
 
 
 def compile_variant(variant: Variant) -> bytes:
-    """The cubin of `variant`, from the cache if it is there.
+    """The cubin of `variant`, from the package or from the cache if it is there.
 
     Args:
         variant: a source with all that it is specialised for.
@@ -58,19 +58,33 @@ def compile_variant(variant: Variant) -> bytes:
         CompileError: if the compiler refuses the source, serialises wgmma, or spills registers and `may_spill` is
             False.
     """
+    found = shipped.read(shipped_name(variant))
+    if found is not None:
+        return found
     name = f"{variant.entry}_{_key(variant)}.cubin"
     kept = cubin_cache.read(name)
     if kept is not None:
         return kept
+    cubin = compile_anew(variant)
+    # Somebody may have edited the sources, or gone to another commit, since the name was made of them.
+    if _digest_now() == _digest_of_sources():
+        cubin_cache.write(name, cubin)
+    return cubin
+
+
+def shipped_name(variant: Variant) -> str:
+    """The file of `variant` in a wheel: whatever compiler made it, of these sources and options."""
+    return f"{variant.entry}_{_digest(variant)}.cubin"
+
+
+def compile_anew(variant: Variant) -> bytes:
+    """`compile_variant` by NVRTC, whatever is at hand."""
     cubin, log = run_nvrtc(variant)
     resources = parse_resources(log)
     if resources.spilled_bytes and not variant.may_spill:
         raise CompileError(f"{variant} spills {resources.spilled_bytes} bytes of registers:\n{log}")
     if resources.is_wgmma_serialized:
         raise CompileError(f"the compiler serialised the wgmma instructions of {variant}:\n{log}")
-    # Somebody may have edited the sources, or gone to another commit, since the name was made of them.
-    if _digest_now() == _digest_of_sources():
-        cubin_cache.write(name, cubin)
     return cubin
 
 
@@ -135,7 +149,13 @@ def _options(variant: Variant) -> list[str]:
 @cache
 def _key(variant: Variant) -> str:
     major, minor = _version()
-    made_of = f"{variant} {ARCH} {major}.{minor} {_digest_of_sources()}"
+    return f"{_digest(variant)}_{major}.{minor}"
+
+
+@cache
+def _digest(variant: Variant) -> str:
+    """Of all that a compiler reads."""
+    made_of = f"{variant} {ARCH} {_digest_of_sources()}"
     return hashlib.sha256(made_of.encode()).hexdigest()[:24]
 
 
@@ -153,15 +173,20 @@ def _digest_now() -> str:
 
 @cache
 def _version() -> tuple[int, int]:
-    """NVRTC's own. Raises CompileError if that is too old."""
-    major, minor = _check(nvrtc.nvrtcVersion())
+    """NVRTC's own. Raises CompileError if it is not there, or too old."""
+    least = "{}.{}".format(*LEAST_VERSION)
+    what = f"NVRTC, the compiler of the Hopper kernels, must be of CUDA {least} or later"
+    helps = (
+        f"it comes with PyTorch: install PyTorch for CUDA {least} or later, or the compiler alone, `pip install "
+        f"'nvidia-cuda-nvrtc-cu12>={least}'`, or ask for kernel 'triton', which does not need it"
+    )
+    try:
+        version = nvrtc.nvrtcVersion()
+    except RuntimeError as error:  # of cuda-bindings, which finds no library
+        raise CompileError(f"{what}, got none ({error}); {helps}") from error
+    major, minor = _check(version)
     if (major, minor) < LEAST_VERSION:
-        least = "{}.{}".format(*LEAST_VERSION)
-        raise CompileError(
-            f"NVRTC, the compiler of the Hopper kernels, must be of CUDA {least} or later, got {major}.{minor}; it "
-            f"comes with PyTorch: install PyTorch for CUDA {least} or later, or the compiler alone, `pip install "
-            f"'nvidia-cuda-nvrtc-cu12>={least}'`, or ask for kernel 'triton', which does not need it"
-        )
+        raise CompileError(f"{what}, got {major}.{minor}; {helps}")
     return major, minor
 
 
