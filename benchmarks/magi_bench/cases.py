@@ -83,6 +83,10 @@ class Case:
         """The same case at another length."""
         return replace(self, seqlen=seqlen)
 
+    def of_pass(self, which: str) -> Case:
+        """The same case, of another pass."""
+        return replace(self, which=which)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

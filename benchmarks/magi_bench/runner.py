@@ -27,7 +27,7 @@ from magi_bench.timing import summary
 from magi_compile.lowering.report import Decision, lowering_report
 
 # What no contender should end in.
-FAULTS = ("wrong", "error", "oom")
+FAULTS = ("wrong", "error", "oom", "crash")
 # What times may take of a run's seconds on a GPU, where kernels are counted after them.
 TIMING_SHARE = 0.9
 # What the turns of a contender's calls without moves have behind its name.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from magi_bench.cases import Case
-from magi_bench.results import old
 
 Row = dict[str, Any]
 #: How a case of a contender can end. Nothing is ever a magic number.
@@ -61,22 +60,11 @@ class Results:
 
     def take(self, record: dict[str, Any]) -> None:
         """One line of a file; a KeyError if it is none."""
-        kind = record.pop("kind")
-        if kind == "run":
-            self.planned.update(dict.fromkeys(map(_renamed, record.pop("planned"))))
+        if record.pop("kind") == "run":
+            self.planned.update(dict.fromkeys(record.pop("planned")))
             self.runs[record["run"]] = record
-            return
-        if "cell" in record:  # what a case was called
-            record["case"] = record.pop("cell")
-        for name in record.keys() & {"key", "contender"}:
-            record[name] = _renamed(record[name])
-        self.rows[record["key"]] = record
-
-
-def _renamed(key: str) -> str:
-    """A key of a row, or a contender, with today's name of the contender."""
-    case, slash, contender = key.rpartition("/")
-    return case + slash + ("magi-hopper" if contender == "magi-cuda" else contender)
+        else:
+            self.rows[record["key"]] = record
 
 
 def row_key(case: Case, contender: str) -> str:
@@ -84,25 +72,10 @@ def row_key(case: Case, contender: str) -> str:
 
 
 def load(paths: Iterable[Path]) -> Results:
-    """Reads result files, earlier ones first.
-
-    Args:
-        paths: JSONL files, or JSON files of `step`, `mods`, `ranks`, `doors` or `trees` as they were written before.
-
-    Returns:
-        Their rows and runs; of two rows with one key the later.
-
-    Raises:
-        ValueError: a line is no result; the message says which.
-    """
+    """Reads JSONL files, of two rows with one key the later; a ValueError names a line that is no result."""
     results = Results()
     for path in paths:
-        text = path.read_text()
-        if text.startswith("{\n"):
-            for record in old.records_of(path.stem, json.loads(text)):
-                results.take(record)
-            continue
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 results.take(json.loads(line))
             except (ValueError, KeyError, AttributeError):
