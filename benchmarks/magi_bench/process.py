@@ -98,14 +98,6 @@ class Process:
         return WorkerLost("crash", f"{cause}: {lines[-1][:200] if lines else 'no output'}")
 
 
-class Worker(Process):
-    """One contender's process."""
-
-    def __init__(self, contender: str, device: str, gate_seqlen: int):
-        module = "magi_bench.kernel.worker"
-        super().__init__(["-m", module, contender, device, str(gate_seqlen)])
-
-
 def serve(start: Callable[[], Callable[[dict[str, Any]], tuple[Any, bool]]]) -> None:
     """A worker's end: JSON requests on stdin, a JSON line `{"answer": ..., "spent": ...}` each on stdout.
 

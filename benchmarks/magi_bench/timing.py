@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ SPIN_MARGIN = 1.5
 CYCLES_PER_MS = 2_000_000
 # Calls longer than this are steady: few repetitions tell what they cost, and neither L2 nor the host does.
 LONG_MS, LONG_REPS = 100.0, 3
-LEAST_MS_OF_A_ROUND = 3.0  # of an interleaved run
+MS_OF_A_TURN = 3.0  # of an interleaved run, about
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Protocol:
         max_reps: repetitions at most.
         flush_bytes: written to between repetitions on a GPU, so that inputs come from memory; 0 for a warm cache.
         cuda_graph: also time replays of a CUDA graph, in which the host has no part.
+        rounds: of turns that contenders take in one process; 1 times each by itself.
     """
 
     budget_ms: float = 100.0
@@ -38,9 +38,7 @@ class Protocol:
     max_reps: int = 50
     flush_bytes: int = 256 * 2**20
     cuda_graph: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    rounds: int = 1
 
     def reps(self, estimate_ms: float) -> int:
         wanted = int(self.budget_ms / max(estimate_ms, 1e-3))
@@ -73,13 +71,12 @@ def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[
     return result
 
 
-def of_one_round(run: Callable[[], object], device: str, protocol: Protocol) -> float:
-    """Milliseconds of a call: the median of a few behind each other."""
+def of_turn(run: Callable[[], object], device: str, protocol: Protocol, calls: int) -> float:
+    """Milliseconds of one of `calls` behind each other, the median."""
     if device == "cpu":
-        return _wall_ms(run)
-    first = _first_call(run)
-    calls = max(1, math.ceil(LEAST_MS_OF_A_ROUND / (first["host_ms"] + first["wait_ms"])))
-    return statistics.median(_gpu_times(run, calls, first["host_ms"], _flush_buffer(protocol)))
+        return statistics.median(_wall_ms(run) for _ in range(calls))
+    host_ms = _first_call(run)["host_ms"]
+    return statistics.median(_gpu_times(run, calls, host_ms, _flush_buffer(protocol)))
 
 
 def matmul_tflops(device: str, protocol: Protocol) -> float:

@@ -1,6 +1,6 @@
-"""A process for one contender: JSON requests on stdin, a JSON line each on stdout. A crash costs one case.
+"""A process for one contender, or for several: JSON requests on stdin, a JSON line each on stdout.
 
-python -m magi_bench.kernel.worker NAME DEVICE GATE_SEQLEN
+python -m magi_bench.kernel.worker DEVICE GATE_SEQLEN NAME...
 """
 
 from __future__ import annotations
@@ -18,33 +18,29 @@ from magi_bench.results import provenance
 from magi_bench.timing import Protocol, matmul_tflops
 
 
-def main() -> None:
-    def start() -> Callable[[dict[str, Any]], tuple[Any, bool]]:
-        name, device, gate_seqlen = sys.argv[1:]
-        bench = Bench(contenders.load(name), device, int(gate_seqlen))
-        return lambda request: (_answer(bench, request), not bench.is_device_usable())
-
-    serve(start)
+def start() -> Callable[[dict[str, Any]], tuple[Any, bool]]:
+    """Answers for the contenders of the command line; a process that has lost its GPU is spent."""
+    device, gate_seqlen, *names = sys.argv[1:]
+    bench = Bench(list(map(contenders.load, names)), device, int(gate_seqlen))
+    return lambda request: (_answer(bench, request), not bench.is_device_usable())
 
 
 def _answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
-    contender = bench.contender
     if request["op"] == "probe":
-        reason = contender.available()
+        reasons = {x.name: reason for x in bench.contenders if (reason := x.available())}
+        bench.contenders = [x for x in bench.contenders if x.name not in reasons]
         gc.freeze()  # what has been imported stays; looking at it after every case would cost more than some cases
-        return {"reason": reason, "versions": {} if reason else contender.versions()}
+        versions = {k: v for x in bench.contenders for k, v in x.versions().items()}
+        return {"reasons": reasons, "versions": versions}
     if request["op"] == "describe":
         record = provenance.describe(bench.device, request["command"])
         protocol = Protocol(**request["protocol"])
         return record | {"matmul_tflops": matmul_tflops(bench.device, protocol)}
     case = Case.from_json(request["case"])
     if request["op"] == "gate":
-        return bench.gate(case)
-    row = bench.time(case, tuple(request["passes"]), Protocol(**request["protocol"]))
-    if bench.device == "cuda" and row["status"] == "ok":
-        row["gpu_state"] = provenance.gpu_state()
-    return row
+        return {x.name: bench.gate(x, case) for x in bench.contenders}
+    return bench.time(case, request["passes"], Protocol(**request["protocol"]))
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

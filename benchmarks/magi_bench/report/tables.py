@@ -454,7 +454,7 @@ def _matmul(runs: Iterable[dict[str, Any]]) -> str:
 def _timing(protocol: dict[str, Any]) -> str:
     if protocol.get("in_turns"):
         return f"median of {protocol['rounds']} rounds, in which contenders take turns"
-    if protocol.get("interleaved"):
+    if protocol.get("rounds", 1) > 1:
         return f"median of {protocol['rounds']} rounds, contenders interleaved in one process"
     if "budget_ms" not in protocol:
         return ""
