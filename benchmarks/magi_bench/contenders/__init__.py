@@ -19,14 +19,11 @@ CONTENDERS: dict[str, str] = {
     "magi-flex": "flex:MagiFlex",
     "fa4": "flash_attention:FlashAttention4",
     "fa3": "flash_attention:FlashAttention3",
-    "fa2-package": "flash_attention:FlashAttention2",
     "cudnn-flex": "cudnn_flex:CudnnFlex",
     "cudnn": "sdpa:CudnnSdpa",
-    "cudnn-varlen": "aten_varlen:CudnnVarlen",
     "fa2": "aten_varlen:TorchFlash",
     "flex": "flex:FlexTriton",
     "flex-flash": "flex:FlexFlash",
-    "flashmask": "flashmask:FlashMask",
     "mem-efficient": "sdpa:MemoryEfficientSdpa",
     "flash-cpu": "sdpa:CpuFlashSdpa",
     "math": "sdpa:MathSdpa",
@@ -34,7 +31,6 @@ CONTENDERS: dict[str, str] = {
     "fa4-blocks": "flash_attention:FlashAttention4Blocks",
     "vsa": "vsa:Vsa",
     "vsa-triton": "vsa:VsaTriton",
-    "flashinfer": "flashinfer:FlashInfer",
 }
 
 

@@ -1,4 +1,4 @@
-"""The FlashAttention packages 2, 3 and 4: documents and windows; 4 also block-sparse masks."""
+"""The FlashAttention packages 3 and 4: documents and windows; 4 also block-sparse masks."""
 
 from __future__ import annotations
 
@@ -56,13 +56,6 @@ class _FlashAttention(Kernel):
             return _first(package.flash_attn_func(*batched, causal=causal, window_size=sides))[0]
 
         return attend
-
-
-class FlashAttention2(_FlashAttention):
-    name = "fa2-package"
-    label = "FlashAttention 2"
-    module = "flash_attn"
-    distributions = ("flash-attn",)
 
 
 class FlashAttention3(_FlashAttention):

@@ -39,17 +39,8 @@ def key_intervals(slices: AttnSlices) -> Tensor:
     Returns:
         int64 `[num_intervals, 2, seqlen_q]` of begins and ends; rows with fewer intervals end in empty ones.
     """
-    return _merged(slices.rects(), slices.seqlen_q, slices.seqlen_k)
-
-
-def row_intervals(slices: AttnSlices) -> Tensor:
-    """The rows that see each key, likewise: int64 `[num_intervals, 2, seqlen_k]`."""
-    return _merged(slices.rects().transposed(), slices.seqlen_k, slices.seqlen_q)
-
-
-def _merged(rects: Rects, num_rows: int, num_columns: int) -> Tensor:
-    """The keys that the rows of trimmed rects see, as the functions above return them."""
-    row, begin, end = rects.by_row()
+    num_rows, num_columns = slices.seqlen_q, slices.seqlen_k
+    row, begin, end = slices.rects().by_row()
     if not len(row):
         return torch.zeros(1, 2, num_rows, dtype=torch.int64)
     order = torch.argsort(row * (num_columns + 1) + begin)

@@ -126,12 +126,10 @@ def test_refusals():
     assert against("math", BLOCKS, "cpu") == ["has no sparse masks"]
     half = Case("kernel", "share_question", 3000, 4, 2, 64, lengths="pile")
     assert against("fa2", half, "cuda") == ["takes documents and windows only"]
-    assert against("cudnn-varlen", half, "cuda") == ["takes documents only"]
     long = Case("kernel", "share_question", 2**16, 4, 2, 64, lengths="pile")
     assert against("mem-efficient", long, "cuda") == [
         "needs a dense mask of 8 GiB, more than 1 GiB"
     ]
-    assert against("flashmask", half, "cuda") == []
     sparse = Case("sparse", "uniform_blocks", 256, 4, 2, 128, block=32, density=0.5)
     assert against("vsa", sparse, "cuda") == [
         "takes uniform blocks of 64, visible as a whole",

@@ -33,8 +33,6 @@ from magi_compile.masks.slices import AttnSlices
 LOCAL_KERNELS = {
     "ours": "magi_bench.ranks.strategies.kernels:Ours",
     "flash-attn-4": "magi_bench.ranks.strategies.varlen:FlashAttention4",
-    "cudnn": "magi_bench.ranks.strategies.varlen:Cudnn",
-    "fa2": "magi_bench.ranks.strategies.varlen:FlashAttention2",
 }
 
 

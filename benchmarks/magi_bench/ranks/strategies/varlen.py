@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from magi_bench.contenders.base import import_error
 from magi_bench.ranks.strategies.kernels import Call, LocalKernel, Piece
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Saved
+from magi_compile.kernels.base import BackwardOutput, ForwardOutput, Saved
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
@@ -32,7 +33,6 @@ class Segments(NamedTuple):
         most_queries: rows of the longest segment.
         most_keys: the same of keys.
         causal: whether each row of a segment sees one key less than the row behind it.
-        places: where segments begin and end, on the host: rows and keys of each that has both.
     """
 
     queries: Tensor
@@ -40,14 +40,11 @@ class Segments(NamedTuple):
     most_queries: int
     most_keys: int
     causal: bool
-    places: list[tuple[slice, slice]]
 
 
 class VarlenKernel(LocalKernel):
     """A kernel of another package, or of PyTorch."""
 
-    #: Whether a causal segment must have as many keys as rows.
-    is_square = False
     dtypes = (torch.bfloat16, torch.float16)
 
     def missing(self) -> str | None:
@@ -67,10 +64,7 @@ class VarlenKernel(LocalKernel):
         return []
 
     def pieces(self, slices: AttnSlices, device: torch.device) -> list[Piece]:
-        parts = still_left_edges(slices)
-        if self.is_square:
-            parts = [part for item in parts for part in cut_to_square(item)]
-        return [self._piece(chain, device) for chain in chains(parts)]
+        return [self._piece(chain, device) for chain in chains(still_left_edges(slices))]
 
     def _piece(self, chain: Sequence[AttnSlice], device: torch.device) -> Piece:
         rows = slice(chain[0].q_range[0], chain[-1].q_range[1])
@@ -160,20 +154,10 @@ def _type_of(chain: Sequence[AttnSlice]) -> MaskType | None:
     return next(several, None)
 
 
-def cut_to_square(item: AttnSlice) -> list[AttnSlice]:
-    """A causal slice as the keys that all its rows see, and as many keys as rows."""
-    (q_begin, q_end), (k_begin, k_end), mask_type = item
-    middle = k_end - (q_end - q_begin)
-    if mask_type != MaskType.CAUSAL or middle <= k_begin:
-        return [item]
-    full = AttnSlice(item.q_range, (k_begin, middle), MaskType.FULL)
-    return [full, AttnSlice(item.q_range, (middle, k_end), MaskType.CAUSAL)]
-
-
 def segments_of(chain: Sequence[AttnSlice], device: torch.device) -> Segments:
     """The segments of a chain, in rows and keys from its first ones on."""
     first_row, first_key = chain[0].q_range[0], chain[0].k_range[0]
-    queries, keys, places = [0], [0], []
+    queries, keys = [0], [0]
     for q_range, k_range, _ in chain:
         (q_begin, q_end), (k_begin, k_end) = (
             (begin - first, end - first)
@@ -187,7 +171,6 @@ def segments_of(chain: Sequence[AttnSlice], device: torch.device) -> Segments:
             keys.append(k_begin)
         queries.append(q_end)
         keys.append(k_end)
-        places.append((slice(q_begin, q_end), slice(k_begin, k_end)))
     most_queries, most_keys = (
         max(end - begin for begin, end in itertools.pairwise(bounds)) for bounds in (queries, keys)
     )
@@ -195,7 +178,7 @@ def segments_of(chain: Sequence[AttnSlice], device: torch.device) -> Segments:
         torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys)
     )
     causal = _type_of(chain) == MaskType.CAUSAL
-    return Segments(of_queries, of_keys, most_queries, most_keys, causal, places)
+    return Segments(of_queries, of_keys, most_queries, most_keys, causal)
 
 
 # Packages
@@ -205,7 +188,7 @@ class FlashAttention4(VarlenKernel):
     """The package flash-attn-4."""
 
     def missing(self) -> str | None:
-        return super().missing() or _missing("flash_attn.cute.interface", "flash-attn-4")
+        return super().missing() or import_error("flash_attn.cute.interface")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> ForwardOutput:
         interface = importlib.import_module("flash_attn.cute.interface")
@@ -231,94 +214,3 @@ class FlashAttention4(VarlenKernel):
             "max_seqlen_q": segments.most_queries,
             "max_seqlen_k": segments.most_keys,
         }
-
-
-class FlashAttention2(VarlenKernel):
-    """PyTorch's copy of FlashAttention 2."""
-
-    def __init__(self, problem: AttnProblem):
-        super().__init__(problem)
-        self._random: tuple[Tensor, ...] = ()  # for dropout, of which there is none
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> ForwardOutput:
-        scale = {"scale": self.problem.softmax_scale}
-        arguments = (*_lengths(segments), 0.0, segments.causal, False)
-        out, lse, *random, _ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, **scale)
-        self._random = tuple(random)
-        # It gives +inf where a row sees nothing.
-        return ForwardOutput(out, lse.masked_fill_(lse == torch.inf, -torch.inf))
-
-    def backward(self, dout: Tensor, saved: Saved, segments: Segments) -> BackwardOutput:
-        q, k, v, out, lse = saved
-        arguments = (*_lengths(segments), 0.0, segments.causal, *self._random)
-        grads = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *arguments, scale=self.problem.softmax_scale
-        )
-        return BackwardOutput(*grads)
-
-
-class Cudnn(VarlenKernel):
-    """PyTorch's cuDNN attention, a call for each segment: packed, it has no right gradients yet."""
-
-    is_square = True
-
-    def __init__(self, problem: AttnProblem):
-        super().__init__(problem)
-        self._random: tuple[Tensor, ...] = ()  # for dropout, of which there is none
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> ForwardOutput:
-        out, lse = torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
-        for rows, keys in segments.places:
-            part, part_lse, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
-                *(_batched(x) for x in (q[rows], k[keys], v[keys])),
-                *(None, True, 0.0, _is_causal(rows, segments), False),
-                scale=self.problem.softmax_scale,
-            )
-            self._random = (rest[4], rest[5])
-            out[rows] = _packed(part)
-            lse[:, rows] = part_lse.view(q.shape[1], -1)
-        return ForwardOutput(out, lse)
-
-    def backward(self, dout: Tensor, saved: Saved, segments: Segments) -> BackwardOutput:
-        q, k, v, out, lse = saved
-        grads = BackwardOutput(*(torch.zeros_like(x) for x in (q, k, v)))
-        for rows, keys in segments.places:
-            tensors = (dout[rows], q[rows], k[keys], v[keys], out[rows])
-            lengths = (None, None, rows.stop - rows.start, keys.stop - keys.start)
-            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                *(_batched(x) for x in tensors),
-                lse[None, :, rows, None].contiguous(),
-                *self._random,
-                *(None, *lengths, 0.0, _is_causal(rows, segments)),
-                scale=self.problem.softmax_scale,
-            )
-            places = (grads.dq[rows], grads.dk[keys], grads.dv[keys])
-            for place, x in zip(places, found, strict=True):
-                place.copy_(_packed(x))
-        return grads
-
-
-def _is_causal(rows: slice, segments: Segments) -> bool:
-    """True if a segment of several rows is: a single row sees all keys, of which it may have more than one."""
-    return segments.causal and rows.stop - rows.start > 1
-
-
-def _lengths(segments: Segments) -> tuple[Any, ...]:
-    return (segments.queries, segments.keys, segments.most_queries, segments.most_keys)
-
-
-def _batched(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)[None]
-
-
-def _packed(x: Tensor) -> Tensor:
-    return x[0].transpose(0, 1)
-
-
-def _missing(module: str, distribution: str) -> str | None:
-    """Why a package cannot be imported, or None."""
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        return f"{distribution} is not installed: {error}"
-    return None

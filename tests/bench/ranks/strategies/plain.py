@@ -45,10 +45,6 @@ class Plain(VarlenKernel):
         return x.repeat_interleave(self.problem.qhead_per_kvhead, 1)
 
 
-class PlainSquare(Plain):
-    is_square = True
-
-
 def check(q, k, segments):
     """Segments are all rows and keys, as a package takes them."""
     for bounds, most, x in (

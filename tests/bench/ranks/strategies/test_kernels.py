@@ -11,18 +11,18 @@ from magi_bench.ranks.strategies.kernels import (
     sums_of,
 )
 from magi_bench.ranks.strategies.placement import between, count, positions, spans_of, zigzag
-from magi_bench.ranks.strategies.varlen import FlashAttention2, FlashAttention4
+from magi_bench.ranks.strategies.varlen import FlashAttention4
 from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.reference import exact_backward, exact_forward
 from magi_compile.kernels.select import problem_on
 from magi_compile.masks.library import MASKS
-from tests.bench.ranks.strategies.plain import Plain, PlainSquare
+from tests.bench.ranks.strategies.plain import Plain, each
 
 LENGTHS = [45, 1, 1, 9, 13, 2, 19]
 PROBLEM = problem_on(torch.device("cpu"), torch.float32, (4, 2, 16, 16), 0.25)
 
 
-@pytest.mark.parametrize("kernel", [Ours, Plain, PlainSquare])
+@pytest.mark.parametrize("kernel", [Ours, Plain])
 @pytest.mark.parametrize(
     "mask", ["full", "causal", "document_full", "document_causal", "share_question"]
 )
@@ -69,7 +69,7 @@ def test_a_step_of_a_zigzag_is_one_call(mask):
         for keys in owners:
             (piece,) = pieces_of(Plain, between(slices, queries, keys))
             segments = piece.call.segments
-            assert len(segments.places) == len(documents)
+            assert len(list(each(segments))) == len(documents)
             assert segments.causal == (mask != "document_full" and queries is keys)
 
 
@@ -103,7 +103,7 @@ def test_a_mask_that_shows_nothing_is_no_call():
 def test_documents_of_one_token_break_no_call():
     (piece,) = pieces_of(Plain, MASKS["document_causal"](LENGTHS).slices)
     assert piece.call.segments.causal
-    assert len(piece.call.segments.places) == len(LENGTHS)
+    assert len(list(each(piece.call.segments))) == len(LENGTHS)
 
 
 def test_windows_are_refused():
@@ -123,7 +123,6 @@ def test_packages_that_are_not_installed():
     on_gpu = PROBLEM.__class__("cuda", (9, 0), torch.bfloat16, 4, 2, 16, 16, 0.25)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "flash_attn.cute.interface", None)
-        assert FlashAttention4(on_gpu).missing().startswith("flash-attn-4 is not installed: ")
-    assert FlashAttention2(on_gpu).missing() is None
+        assert "flash_attn.cute.interface" in FlashAttention4(on_gpu).missing()
     wide = PROBLEM.__class__("cuda", (9, 0), torch.float32, 4, 2, 16, 16, 0.25)
-    assert FlashAttention2(wide).missing().endswith("not torch.float32")
+    assert FlashAttention4(wide).missing().endswith("not torch.float32")
