@@ -46,42 +46,25 @@ EDGE = 64
 
 
 class Predicted(NamedTuple):
-    """A pass of the slowest rank, in seconds, and the rows that the rank which gets most receives forward.
+    """A pass of the slowest rank, in seconds, and the rows that the rank which gets most receives forward."""
 
-    Attributes:
-        forward: seconds.
-        backward: seconds.
-        near: rows of its domain.
-        far: rows of other domains.
-    """
-
-    forward: float
-    backward: float
-    near: float
-    far: float
+    forward: float  # seconds
+    backward: float  # seconds
+    near: float  # rows of its domain
+    far: float  # rows of other domains
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """One attention over all ranks.
+    """One attention over all ranks."""
 
-    Attributes:
-        mask: a name in the library.
-        documents: their lengths.
-        slices: the mask.
-        cp: number of ranks.
-        domain: ranks of a domain.
-        heads: of queries, and of keys and values.
-        cost: rates of the kernel on this mask, and of links.
-    """
-
-    mask: str
-    documents: Sequence[int]
-    slices: AttnSlices
-    cp: int
-    domain: int
-    heads: tuple[int, int]
-    cost: CostModel
+    mask: str  # a name in the library
+    documents: Sequence[int]  # their lengths
+    slices: AttnSlices  # the mask
+    cp: int  # number of ranks
+    domain: int  # ranks of a domain
+    heads: tuple[int, int]  # of queries, and of keys and values
+    cost: CostModel  # rates of the kernel on this mask, and of links
 
     @property
     def tokens(self) -> int:
@@ -344,15 +327,7 @@ OURS: dict[str, bool | None] = {"magi": None, "magi-flat": False, "magi-hierarch
 
 
 def predict(work: Work, names: Iterable[str] = (*OURS, *OTHERS)) -> dict[str, Prediction]:
-    """Predicts strategies, or says why they cannot run.
-
-    Args:
-        work: the attention.
-        names: of `OURS` and `OTHERS`.
-
-    Returns:
-        By name, in that order.
-    """
+    """Predicts strategies of `OURS` and `OTHERS` by name, or says why they cannot run."""
     names, loads = list(names), None
     if OURS.keys() & names:
         loads = loads_of(work)

@@ -51,19 +51,12 @@ class Check(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a contender, forward and backward; its graph is kept for further backward passes.
+    """One call of a contender, forward and backward; its graph is kept for further backward passes."""
 
-    Attributes:
-        leaves: q, k and v in the contender's layout.
-        dout: in that layout too.
-        out: as the contender returned it.
-        grads: of the leaves; none of a contender without a backward.
-    """
-
-    leaves: list[Tensor]
-    dout: Tensor
-    out: Tensor
-    grads: tuple[Tensor, ...]
+    leaves: list[Tensor]  # q, k and v in the contender's layout
+    dout: Tensor  # in that layout too
+    out: Tensor  # as the contender returned it
+    grads: tuple[Tensor, ...]  # of the leaves; none of a contender without a backward
 
 
 def run(attend: Attend, contender: Kernel, inputs: Inputs) -> Call:

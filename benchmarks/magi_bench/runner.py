@@ -99,14 +99,8 @@ class Suite(ABC):
 
 
 class Runner:
-    """One run, seen from one rank. All ranks come to the same decisions; the first one writes and speaks.
-
-    Args:
-        suite: what is measured.
-        command: how the run was started, for the record.
-        output: a path; .jsonl and .md are added to its name. None writes nothing.
-        say: takes lines of progress.
-    """
+    """One run, seen from one rank. All ranks come to the same decisions; the first one speaks, and writes .jsonl and
+    .md behind the name of `output`."""
 
     def __init__(
         self,
@@ -147,11 +141,7 @@ class Runner:
         return self.limit_s - self.elapsed
 
     def run(self) -> list[Row]:
-        """Measures all cases and writes after each.
-
-        Returns:
-            The rows: one for each case and contender, with a status of `rows.STATUSES`.
-        """
+        """Measures all cases and writes after each; gives a row for each case and contender."""
         for case in self.suite.cases():
             self._measure(case)
         self.suite.rest(self)
@@ -434,17 +424,8 @@ def conclude(
     say: Callable[[str], None],
     may_recompile: bool = False,
 ) -> int:
-    """Says what is wrong with rows and how many have times.
-
-    Args:
-        rows: of a run.
-        output: where they were written.
-        say: takes lines.
-        may_recompile: whether that is no fault.
-
-    Returns:
-        1 if ours was wrong or failed, or if anybody was compiled again while time was taken.
-    """
+    """Says what is wrong with rows and how many have times; 1 if ours was wrong or failed, or if anybody was compiled
+    again while time was taken and that is a fault."""
     again = [row for row in rows if recompiled(row) and not may_recompile]
     for row in rows:
         if row["status"] in FAULTS or row in again:

@@ -59,21 +59,9 @@ def simulate(
     ulysses_rows: Callable[[int], float] | None = None,
     repeats: int = 3,
 ) -> Outcome:
-    """Plans `slices` for `cp_size` ranks and evaluates the plan.
-
-    Args:
-        slices: the mask.
-        cp_size: number of ranks.
-        strategy: a name in `dispatch.STRATEGIES`.
-        chunk_size: tokens of a chunk; None chooses it from the mask.
-        slack: as in `dispatch`.
-        cost: rates; those of 64:8 heads on H200s by default.
-        ulysses_rows: what Ulysses receives per rank, by the number of ranks; for 64:8 heads by default.
-        repeats: planning runs, of which the fastest counts.
-
-    Returns:
-        The figures.
-    """
+    """Plans `slices` for `cp_size` ranks by a strategy of `dispatch.STRATEGIES` and evaluates the plan; the fastest
+    of the planning runs counts. Rates are by default those of 64:8 heads on H200s, and `ulysses_rows` is what Ulysses
+    receives per rank."""
     cost = cost or CostModel.of_heads()
     ulysses_rows = ulysses_rows or ulysses_rows_of(64, 8)
     seconds = []

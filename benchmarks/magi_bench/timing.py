@@ -22,23 +22,16 @@ MS_OF_A_TURN = 3.0  # of an interleaved run, about
 
 @dataclass(frozen=True)
 class Protocol:
-    """The limits of time and of calls.
+    """The limits of time and of calls."""
 
-    Attributes:
-        budget_ms: about how long the repetitions of one pass may take together.
-        min_reps: repetitions at least, however long they take; `LONG_REPS` of calls beyond `LONG_MS`.
-        max_reps: repetitions at most.
-        flush_bytes: written to between repetitions on a GPU, so that inputs come from memory; 0 for a warm cache.
-        cuda_graph: also time replays of a CUDA graph, in which the host has no part.
-        rounds: of turns that contenders take in one process; 1 times each by itself.
-    """
-
-    budget_ms: float = 100.0
+    budget_ms: float = 100.0  # about how long the repetitions of one pass may take together
+    # repetitions at least, however long they take; `LONG_REPS` of calls beyond `LONG_MS`
     min_reps: int = 5
-    max_reps: int = 50
+    max_reps: int = 50  # repetitions at most
+    # written to between repetitions on a GPU, so that inputs come from memory; 0 for a warm cache
     flush_bytes: int = 256 * 2**20
-    cuda_graph: bool = False
-    rounds: int = 1
+    cuda_graph: bool = False  # also time replays of a CUDA graph, in which the host has no part
+    rounds: int = 1  # of turns that contenders take in one process; 1 times each by itself
 
     def reps(self, estimate_ms: float) -> int:
         wanted = int(self.budget_ms / max(estimate_ms, 1e-3))
@@ -47,17 +40,9 @@ class Protocol:
 
 
 def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[str, Any]:
-    """Times `run`, which has run before: what it compiles is compiled.
-
-    Args:
-        run: what is timed, without arguments.
-        device: "cuda" or "cpu".
-        protocol: how often and how long.
-
-    Returns:
-        `ms` (median), `p20_ms`, `p80_ms`, `reps`; on a GPU also `host_ms`, the time until a call returns,
-        `peak_bytes`, what it allocates at most, and `graph_ms` (a CUDA graph's replay) or `graph_error`.
-    """
+    """Times `run`, which has run before: what it compiles is compiled. Gives `ms` (median), `p20_ms`, `p80_ms`,
+    `reps`; on a GPU also `host_ms`, the time until a call returns, `peak_bytes`, what it allocates at most, and
+    `graph_ms` (a CUDA graph's replay) or `graph_error`."""
     if device == "cpu":
         return summary(_cpu_times(run, protocol))
     first = _first_call(run)

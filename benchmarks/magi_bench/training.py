@@ -50,20 +50,9 @@ def steps(
     world: Alone = ALONE,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Ready:
-    """The loss without gradients, or steps.
-
-    Args:
-        model: whose weights have gradients.
-        loss_of: of the model and what `around` gives.
-        ahead: a pack for each call.
-        which: "fwd", or "fwdbwd" for steps.
-        around: a context around forward and backward.
-        world: the ranks, over which loss and gradients are added up.
-        optimizer: what ends a step, if anything.
-
-    Returns:
-        What is called; it returns the loss, and of a step also the gradients that are checked.
-    """
+    """The loss without gradients, or steps, for "fwdbwd", which also return the gradients that are checked. `ahead`
+    has a pack for each call, and `around` is a context around forward and backward that gives the arguments of
+    `loss_of`."""
 
     def forward() -> Sequence[Tensor]:
         with around(ahead.next()) as arguments, torch.no_grad():

@@ -41,18 +41,8 @@ def names() -> list[str]:
 
 @cache
 def load(name: str) -> Kernel:
-    """The contender called `name`.
-
-    Args:
-        name: as in `CONTENDERS`, or that of an entry point.
-
-    Returns:
-        The contender; not asked yet whether it can run here.
-
-    Raises:
-        ValueError: no such contender.
-        TypeError: an entry point is no contender.
-    """
+    """The contender called `name`, which is not asked yet whether it can run here; an entry point may be no `Kernel`,
+    which is a TypeError."""
     if name in CONTENDERS:
         module, _, attribute = CONTENDERS[name].partition(":")
         made = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)()

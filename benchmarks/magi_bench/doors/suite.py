@@ -51,19 +51,8 @@ QUICK = {
 
 
 class Problem:
-    """A model of transformers, and the truth of a step.
-
-    Args:
-        settings: of the run.
-        door: the module of the framework.
-        model: whose weights all attentions share.
-        tokens: of a pack.
-        gate: the same with a small input; None for that itself.
-
-    Attributes:
-        agreed: what the first attention that was right gives, and whose it is; of the small input, that of
-            transformers' own eager attention.
-    """
+    """A model of transformers, whose weights all attentions share, and the truth of a step; `gate` is the same with a
+    small input, None for that itself."""
 
     def __init__(
         self,
@@ -75,6 +64,7 @@ class Problem:
     ):
         self.settings, self.door, self.model = settings, door, model
         self.tokens, self.gate = tokens, gate or self
+        # What the first attention that was right gives, and whose it is; of the small input the truth.
         self.agreed: tuple[StepTruth, str] | None = None
         if gate is None:
             eager, inputs = copy.deepcopy(model), door.make_inputs(settings, tokens, 0)

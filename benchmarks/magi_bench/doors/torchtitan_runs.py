@@ -31,31 +31,18 @@ SECONDS = 600  # of a run at most
 
 @dataclass(frozen=True)
 class Run:
-    """The arguments of the processes of a run.
+    """The arguments of the processes of a run."""
 
-    Attributes:
-        attention: "magi", or what torchtitan calls an `attn_backend`.
-        ranks: of context parallelism.
-        tokens: of a rank.
-        layers: of the model.
-        lengths: how documents are drawn.
-        seed: of the weights.
-        flavor: torchtitan's name of the model.
-        steps: how many.
-        log_every: steps of a line of torchtitan's log, behind the first step's.
-        cuda_graphs: whether torchtitan may record them. It does not with varlen.
-    """
-
-    attention: str
-    ranks: int
-    tokens: int
-    layers: int
-    lengths: str
-    seed: int
-    flavor: str = "8B"
-    steps: int = STEPS
-    log_every: int = LOG_EVERY
-    cuda_graphs: bool = False
+    attention: str  # "magi", or what torchtitan calls an `attn_backend`
+    ranks: int  # of context parallelism
+    tokens: int  # of a rank
+    layers: int  # of the model
+    lengths: str  # how documents are drawn
+    seed: int  # of the weights
+    flavor: str = "8B"  # torchtitan's name of the model
+    steps: int = STEPS  # how many
+    log_every: int = LOG_EVERY  # steps of a line of torchtitan's log, behind the first step's
+    cuda_graphs: bool = False  # whether torchtitan may record them. It does not with varlen
 
 
 def rows(

@@ -28,16 +28,8 @@ Attend = Callable[..., Tensor]
 
 
 class Compiled(Contender):
-    """FlexAttention, compiled by one backend.
-
-    Args:
-        name: in result files.
-        label: in reports.
-        is_ours: whether ratios are to it; the others are what it is compared with.
-        backend: of torch.compile.
-        options: of that backend.
-        kernel_options: of FlexAttention.
-    """
+    """FlexAttention, compiled by one backend of torch.compile with its `options`. Ratios are to those that are
+    ours."""
 
     def __init__(
         self,

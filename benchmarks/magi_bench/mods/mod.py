@@ -22,19 +22,12 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """The sizes and the device that a mod is made for. Everything random is the same for equal places.
+    """The sizes and the device that a mod is made for. Everything random is the same for equal places."""
 
-    Attributes:
-        seqlen: queries, and keys.
-        nheads: of queries.
-        device: of all tensors.
-        seed: of documents, tables and biases.
-    """
-
-    seqlen: int
-    nheads: int
-    device: str
-    seed: int
+    seqlen: int  # queries, and keys
+    nheads: int  # of queries
+    device: str  # of all tensors
+    seed: int  # of documents, tables and biases
 
     def generator(self) -> torch.Generator:
         """On the CPU, so that all devices draw the same."""
@@ -59,16 +52,12 @@ class Place:
 
 
 class Made(NamedTuple):
-    """A mod at a place.
+    """A mod at a place."""
 
-    Attributes:
-        block_mask: of the mask; None shows everything.
-        score_mod_of: makes the score_mod of the tensors of `learned`; None where there is none.
-        learned: fp32 tensors that the score_mod captures and whose gradients are wanted, by their names.
-    """
-
-    block_mask: BlockMask | None
+    block_mask: BlockMask | None  # of the mask; None shows everything
+    # makes the score_mod of the tensors of `learned`; None where there is none
     score_mod_of: Callable[..., ScoreMod] | None = None
+    # fp32 tensors that the score_mod captures and whose gradients are wanted, by their names
     learned: dict[str, Tensor] = {}  # noqa: RUF012  (never written to)
 
     def score_mod(self, learned: Sequence[Tensor]) -> ScoreMod | None:
@@ -78,17 +67,11 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Mod:
-    """One entry of the catalogue.
+    """One entry of the catalogue."""
 
-    Attributes:
-        name: on the command line and in results.
-        kind: "mask" or "score".
-        build: makes it at a place.
-    """
-
-    name: str
-    kind: str
-    build: Callable[[Place], Made]
+    name: str  # on the command line and in results
+    kind: str  # "mask" or "score"
+    build: Callable[[Place], Made]  # makes it at a place
 
     @property
     def label(self) -> str:

@@ -28,21 +28,13 @@ def inputs_of(settings: Settings, tokens: int) -> Inputs:
 
 class Leaves(NamedTuple):
     """The tensors of a call, with or without gradients, and the gradient of its out; attention's
-    `[1, heads, tokens, head_dim]`.
+    `[1, heads, tokens, head_dim]`."""
 
-    Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        learned: tensors that the score_mod captures.
-        dout: the gradient of out.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    learned: list[Tensor]
-    dout: Tensor
+    q: Tensor  # queries
+    k: Tensor  # keys
+    v: Tensor  # values
+    learned: list[Tensor]  # tensors that the score_mod captures
+    dout: Tensor  # the gradient of out
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -51,20 +43,11 @@ class Leaves(NamedTuple):
 
 
 class Problem:
-    """A mod at a length.
-
-    Args:
-        settings: heads, dtype, seed.
-        mod: what is asked.
-        tokens: of queries and keys.
-        gate: the same at a shorter length, which results are held to; by default this one.
-
-    Attributes:
-        yardstick: by pass, how wrong FlexAttention is, where it is right.
-    """
+    """A mod at a length; `gate` is the same at a shorter one, which results are held to, by default this one."""
 
     def __init__(self, settings: Settings, mod: Mod, tokens: int, gate: Problem | None = None):
         self.settings, self.mod, self.tokens, self.gate = settings, mod, tokens, gate or self
+        # By pass, how wrong FlexAttention is, where it is right.
         self.yardstick: dict[str, Check] = {}
         # A compiled function of each contender and pass, which both lengths have.
         self.compiled: dict[Any, Any] = {} if gate is None else gate.compiled

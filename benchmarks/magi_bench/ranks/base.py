@@ -26,30 +26,19 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Spread(NamedTuple):
-    """A contender for one mask.
+    """A contender for one mask."""
 
-    Attributes:
-        positions: int64 `[tokens of a rank]`, where in the sequence this rank's tokens are.
-        attend: packed `[tokens, heads, head_dim]` q, k and v of them to out; differentiable.
-        received: bytes that this rank gets from others, forward and backward.
-        counted: how they are known: "plan" or "shapes".
-    """
-
-    positions: Tensor
-    attend: Attend
-    received: tuple[int, int]
-    counted: str
+    positions: Tensor  # int64 `[tokens of a rank]`, where in the sequence this rank's tokens are
+    attend: Attend  # packed `[tokens, heads, head_dim]` q, k and v of them to out; differentiable
+    received: tuple[int, int]  # bytes that this rank gets from others, forward and backward
+    counted: str  # how they are known: "plan" or "shapes"
 
 
 class RanksContender(Contender):
     """A way to run the attention of a sequence over ranks; if it `is_alone`, every rank has a sequence of its own, as
-    long as its tokens.
+    long as its tokens."""
 
-    Attributes:
-        has_local_kernel: whether it takes the name of one.
-    """
-
-    has_local_kernel: bool = False
+    has_local_kernel: bool = False  # whether it takes the name of one
     _positions: Tensor
 
     @abstractmethod

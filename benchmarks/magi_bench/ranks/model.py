@@ -49,13 +49,7 @@ class Spread(NamedTuple):
 
 
 class Training(Contender):
-    """A way to spread the model's tokens; named as the contender that runs attention alone.
-
-    Args:
-        settings: of the run.
-        world: the ranks.
-        tokens: of a rank.
-    """
+    """A way to spread the model's tokens, so many on a rank; named as the contender that runs attention alone."""
 
     def __init__(self, settings: Settings, world: World, tokens: int):
         self.settings, self.world, self.total = settings, world, tokens * world.size

@@ -20,28 +20,16 @@ ROWS = 256
 
 
 class Truth(NamedTuple):
-    """Out, dq, dk and dv of the first and the last key-value head and their queries, `[tokens, heads, head_dim]`.
+    """Out, dq, dk and dv of the first and the last key-value head and their queries, `[tokens, heads, head_dim]`."""
 
-    Attributes:
-        exact: in fp64.
-        allowed: the relative error of each: twice that of plain PyTorch in the dtype of the inputs, and one rounding
-            step.
-    """
-
-    exact: list[Tensor]
+    exact: list[Tensor]  # in fp64
+    # the relative error of each: twice that of plain PyTorch in the dtype of the inputs, and one rounding step
     allowed: dict[str, float]
 
 
 class Problem:
-    """A mask and tensors over a whole sequence, the same on all ranks.
-
-    Args:
-        settings: heads, dtype, seed.
-        world: the ranks.
-        mask: a name in the library of masks.
-        tokens: of a rank.
-        is_alone: whether the sequence is as long as one rank's tokens, so that every rank has one of its own.
-    """
+    """A mask and tensors over a whole sequence, the same on all ranks. If it `is_alone`, the sequence is as long as
+    one rank's tokens, so that every rank has one of its own."""
 
     def __init__(
         self, settings: Settings, world: World, mask: str, tokens: int, is_alone: bool = False

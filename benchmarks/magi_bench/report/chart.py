@@ -22,20 +22,9 @@ STYLE = (
 
 
 def to_chart(results: Results, seqlen: int, masks: Sequence[str], names: Sequence[str]) -> str:
-    """The chart of `names`, a colour each, under `masks` of `seqlen` tokens, forward above backward.
-
-    Args:
-        results: rows of one device, with the same heads, head_dim and dtype.
-        seqlen: tokens of the sequence.
-        masks: as they are called in reports, such as "document causal".
-        names: contenders; at most as many as there are colours.
-
-    Returns:
-        The chart as SVG.
-
-    Raises:
-        ValueError: too many contenders, rows that do not belong together, or a mask without a number.
-    """
+    """The chart of `names`, a colour each, under `masks`, as reports call them, of `seqlen` tokens, forward above
+    backward. A ValueError: too many contenders, rows of several devices, heads or dtypes, or a mask without a
+    number."""
     if len(names) > len(COLORS):
         raise ValueError(f"`contenders` must be at most {len(COLORS)}, got {len(names)}")
     found = tables.groups(results, every=True)

@@ -24,16 +24,12 @@ RETRIED = frozenset({"wrong", "error", "crash", "timeout"})
 
 @dataclass
 class Results:
-    """The contents of result files. Of two rows with one key the later counts.
+    """The contents of result files. Of two rows with one key the later counts."""
 
-    Attributes:
-        runs: the provenance of every run, by its id.
-        rows: by case key and contender.
-        planned: the keys that the runs set out to measure.
-    """
-
+    # the provenance of every run, by its id
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)  # by case key and contender
+    # the keys that the runs set out to measure
     planned: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -92,15 +88,8 @@ def append(path: Path, kind: str, record: Mapping[str, Any]) -> None:
 
 
 class Ledger:
-    """The results of a run, which are appended to a JSONL file as they come; created if there is none.
-
-    Args:
-        output: the file; None keeps results in memory.
-
-    Attributes:
-        results: of earlier runs in the file, and of this one.
-        finished: keys of the rows of earlier runs that need no other try.
-    """
+    """The results of a run and of earlier ones in the file, which are appended to a JSONL file as they come; None
+    keeps them in memory. Rows of earlier runs that need no other try are `finished`."""
 
     def __init__(self, output: Path | None):
         self.output, self.run_id = output, uuid.uuid4().hex[:8]

@@ -24,25 +24,17 @@ SAMPLER = "short"
 
 
 class Way(NamedTuple):
-    """A way of calling attention, a row of the table of `step`.
+    """A way of calling attention, a row of the table of `step`."""
 
-    Attributes:
-        name: on the command line and in result files.
-        group: a name in `suite.GROUPS`.
-        label: in reports.
-        mask: who makes the mask: "pytorch" or "magi" (`create_block_mask`, outside of the graph and of the time),
-            "graph" (PyTorch's `create_block_mask` inside of the compiled function), "at hand" (each contender's own
-            form), or "measured" (making it is what is measured).
-        is_new: other documents, and so another mask, in every call.
-        mode: torch.compile's.
-    """
-
-    name: str
-    group: str
-    label: str
+    name: str  # on the command line and in result files
+    group: str  # a name in `suite.GROUPS`
+    label: str  # in reports
+    # who makes the mask: "pytorch" or "magi" (`create_block_mask`, outside of the graph and of the time), "graph"
+    # (PyTorch's `create_block_mask` inside of the compiled function), "at hand" (each contender's own form), or
+    # "measured" (making it is what is measured)
     mask: str
-    is_new: bool = False
-    mode: str | None = None
+    is_new: bool = False  # other documents, and so another mask, in every call
+    mode: str | None = None  # torch.compile's
 
 
 MAKERS: dict[str, Callable[..., BlockMask]] = {

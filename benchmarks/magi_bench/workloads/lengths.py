@@ -44,19 +44,8 @@ def load_table(name: str) -> tuple[Bin, ...]:
 
 
 def sample(sampler: str, seqlen: int, seed: int) -> list[int]:
-    """Lengths of the documents of one sequence; their sum is `seqlen`, so the last one may be cut.
-
-    Args:
-        sampler: a name in `SAMPLERS`.
-        seqlen: tokens of the sequence.
-        seed: equal seeds draw equal documents.
-
-    Returns:
-        Tokens of each document, in their order.
-
-    Raises:
-        ValueError: no such sampler.
-    """
+    """Lengths of the documents of one sequence, in their order, drawn by a sampler of `SAMPLERS`; their sum is
+    `seqlen`, so the last one may be cut. Equal seeds draw equal documents."""
     if sampler not in SAMPLERS:
         raise ValueError(f"`sampler` must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
     return _filled(seqlen, SAMPLERS[sampler](seqlen, random.Random(seed)))

@@ -110,15 +110,8 @@ def attend_by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def causal_within(
     document: Tensor, create: Callable[..., BlockMask] = create_block_mask
 ) -> BlockMask:
-    """The BlockMask of packed causal documents, made by PyTorch or by another `create`.
-
-    Args:
-        document: int `[S]`, the document of each token.
-        create: like PyTorch's `create_block_mask`.
-
-    Returns:
-        A BlockMask for any number of batch entries and heads, on the device of `document`.
-    """
+    """The BlockMask of packed causal documents, `[S]` the document of each token, made by PyTorch's or another
+    `create_block_mask`, for any number of batch entries and heads."""
 
     def document_causal(b, h, q, kv):
         return (document[q] == document[kv]) & (q >= kv)

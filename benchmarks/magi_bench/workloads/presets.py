@@ -27,18 +27,13 @@ K = 1024
 
 @dataclass(frozen=True)
 class Preset:
-    """A grid, and which contenders take part when nobody says otherwise.
+    """A grid, and which contenders take part when nobody says otherwise."""
 
-    Attributes:
-        cases: of a level ("kernel" or "sparse") on a device ("cuda" or "cpu").
-        contenders: on each device; None for all that run there.
-        budget_ms: for the repetitions of one pass.
-        gate_seqlens: the longest sequence that numbers are checked at, by level; more than window and blocks.
-    """
-
+    # of a level ("kernel" or "sparse") on a device ("cuda" or "cpu")
     cases: Callable[[str, str], list[Case]]
-    contenders: dict[str, tuple[str, ...] | None]
-    budget_ms: float = 100.0
+    contenders: dict[str, tuple[str, ...] | None]  # on each device; None for all that run there
+    budget_ms: float = 100.0  # for the repetitions of one pass
+    # the longest sequence that numbers are checked at, by level; more than window and blocks
     gate_seqlens: dict[str, int] = field(default_factory=lambda: {"kernel": 2048, "sparse": 1024})
 
 

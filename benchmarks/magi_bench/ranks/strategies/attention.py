@@ -67,21 +67,14 @@ class RingAttention(torch.autograd.Function):
 
 
 class GatherPlan(NamedTuple):
-    """Keys of all ranks, some heads at a time.
+    """Keys of all ranks, some heads at a time."""
 
-    Attributes:
-        group: the ranks, in the order in which their rows lie in what is gathered.
-        step: of some heads of k and v, and the heads of q that belong to them.
-        parts: how many times heads are gathered.
-        order: the runs of gathered rows in the order in which the step has keys; None for that of ranks.
-        places: the runs of the step's keys in the order of ranks.
-    """
-
-    group: dist.ProcessGroup
-    step: Step
-    parts: int
+    group: dist.ProcessGroup  # the ranks, in the order in which their rows lie in what is gathered
+    step: Step  # of some heads of k and v, and the heads of q that belong to them
+    parts: int  # how many times heads are gathered
+    # the runs of gathered rows in the order in which the step has keys; None for that of ranks
     order: Sequence[slice] | None = None
-    places: Sequence[slice] | None = None
+    places: Sequence[slice] | None = None  # the runs of the step's keys in the order of ranks
 
 
 class GatherAttention(torch.autograd.Function):
@@ -146,17 +139,8 @@ def in_order(x: Tensor, runs: Sequence[slice] | None) -> Tensor:
 
 
 def across_heads(inner: Attend, group: dist.ProcessGroup, heads: tuple[int, int]) -> Attend:
-    """Ulysses: a rank gets all tokens of some heads of the ranks of `group`, attends by itself, and the output goes
-    back.
-
-    Args:
-        inner: attention of all their tokens, in the order of ranks.
-        group: the ranks.
-        heads: query and key-value heads that `inner` takes.
-
-    Returns:
-        Attention of this rank's tokens, of all heads.
-    """
+    """Ulysses: a rank gets all tokens of some heads of the ranks of `group`, attends by itself with `inner`, which
+    takes so many query and key-value `heads`, and the output goes back."""
     size, (nheads_q, nheads_kv) = dist.get_world_size(group), heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -112,18 +112,12 @@ def documents_of(problem: Problem) -> Spans:
 
 
 class Mesh(NamedTuple):
-    """The ranks in two dimensions: those of a column share the tokens of a place in the ring, each has some heads.
+    """The ranks in two dimensions: those of a column share the tokens of a place in the ring, each has some heads."""
 
-    Attributes:
-        ulysses: ranks that share heads.
-        windows: of the ring.
-        window: ranks of a window.
-        head_first: whether ranks that share heads have consecutive numbers, else those of a ring have.
-    """
-
-    ulysses: int
-    windows: int
-    window: int
+    ulysses: int  # ranks that share heads
+    windows: int  # of the ring
+    window: int  # ranks of a window
+    # whether ranks that share heads have consecutive numbers, else those of a ring have
     head_first: bool = True
 
     @property

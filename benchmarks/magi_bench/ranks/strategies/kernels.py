@@ -64,16 +64,9 @@ class Piece(NamedTuple):
 
 
 class LocalKernel(ABC):
-    """A kernel for given heads, dtype and device.
+    """A kernel for given heads, dtype and device."""
 
-    Args:
-        problem: of the tensors that it will get.
-
-    Attributes:
-        in_any_order: whether a mask takes one call, in whatever order keys lie; else keys that a row sees should lie
-            next to each other.
-    """
-
+    # whether a mask takes one call, in whatever order keys lie; else keys that a row sees should lie next to each other
     in_any_order = False
 
     def __init__(self, problem: AttnProblem):
@@ -89,15 +82,8 @@ class LocalKernel(ABC):
 
     @abstractmethod
     def pieces(self, slices: AttnSlices, device: torch.device) -> list[Piece]:
-        """The calls that make up attention with such a mask; none where nothing is visible.
-
-        Args:
-            slices: between the rows of a rank and the keys of an owner, on the host, in normal form.
-            device: of the tensors.
-
-        Returns:
-            The rows, the keys and the call of each.
-        """
+        """The calls that make up attention with such a mask, between the rows of a rank and the keys of an owner, on
+        the host, in normal form; none where nothing is visible."""
 
 
 class OurCall(Call):
@@ -163,19 +149,12 @@ def local_kernel(name: str, problem: AttnProblem) -> LocalKernel:
 
 @dataclass
 class Step:
-    """Attention of all rows of a rank over the keys of one owner, as one of several steps.
+    """Attention of all rows of a rank over the keys of one owner, as one of several steps."""
 
-    Attributes:
-        pieces: its calls.
-        num_rows: of the rank.
-        is_only: whether no other call has a part in any row.
-        is_last: whether no step comes after it.
-    """
-
-    pieces: list[Piece]
-    num_rows: int
-    is_only: bool = False
-    is_last: bool = False
+    pieces: list[Piece]  # its calls
+    num_rows: int  # of the rank
+    is_only: bool = False  # whether no other call has a part in any row
+    is_last: bool = False  # whether no step comes after it
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, so_far: ForwardOutput | None
@@ -199,16 +178,8 @@ class Step:
         return so_far
 
     def backward(self, dout: Tensor, saved: Saved, dq: Tensor | None) -> Gradients:
-        """The gradient of q with this step's share, and this step's shares of those of k and v.
-
-        Args:
-            dout: of the whole output.
-            saved: the keys of this step, and out and lse over the keys of all.
-            dq: the shares of other steps, in fp32 or wider; None before the first of them.
-
-        Returns:
-            Both.
-        """
+        """The gradient of q with this step's share, and this step's shares of those of k and v. `saved` has the keys
+        of this step, and out and lse over the keys of all; dq the shares of other steps, in fp32 or wider."""
         q, k, v, out, lse = saved
         dtype = q.dtype if self.is_only else torch.promote_types(q.dtype, torch.float32)
         shares = []

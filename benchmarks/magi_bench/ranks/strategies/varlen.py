@@ -25,21 +25,14 @@ from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
 
 class Segments(NamedTuple):
-    """The arguments of a call. The last row of a segment sees its last key, where it is causal.
+    """The arguments of a call. The last row of a segment sees its last key, where it is causal."""
 
-    Attributes:
-        queries: where segments of rows begin, and the end; int32 `[segments + 1]` on the device.
-        keys: the same of keys.
-        most_queries: rows of the longest segment.
-        most_keys: the same of keys.
-        causal: whether each row of a segment sees one key less than the row behind it.
-    """
-
+    # where segments of rows begin, and the end; int32 `[segments + 1]` on the device
     queries: Tensor
-    keys: Tensor
-    most_queries: int
-    most_keys: int
-    causal: bool
+    keys: Tensor  # the same of keys
+    most_queries: int  # rows of the longest segment
+    most_keys: int  # the same of keys
+    causal: bool  # whether each row of a segment sees one key less than the row behind it
 
 
 class VarlenKernel(LocalKernel):
