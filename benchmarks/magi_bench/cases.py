@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-PASSES = ("fwd", "bwd", "fwdbwd")
+PASS_TITLES = {"fwd": "Forward", "bwd": "Backward", "fwdbwd": "Forward and backward"}
+PASSES = tuple(PASS_TITLES)
 
 
 @dataclass(frozen=True)

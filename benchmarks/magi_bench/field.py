@@ -14,19 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
-from magi_bench.ranks.strategies.contenders import (
-    DOCUMENT_MASKS,
-    GATHERS,
-    Mesh,
-    largest_ulysses,
-    widest_window,
-)
+from magi_bench.ranks.strategies import contenders as strategies
 from magi_bench.ranks.strategies.schedule import best_schedule
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import CostModel
@@ -79,7 +73,7 @@ class Work:
     @cached_property
     def known(self) -> list[int]:
         """The documents that the mask knows, or the whole sequence."""
-        knows = DOCUMENT_MASKS.get(self.mask, True)
+        knows = strategies.DOCUMENT_MASKS.get(self.mask, True)
         return list(self.documents) if knows else [self.slices.seqlen_q]
 
     @cached_property
@@ -167,10 +161,10 @@ def ulysses(work: Work) -> Prediction:
 # Rings
 
 
-def on_mesh(work: Work, mesh: Mesh) -> Prediction:
+def on_mesh(work: Work, mesh: strategies.Mesh) -> Prediction:
     """A zigzag ring, or a ring of windows, of ranks that share heads."""
-    if work.mask not in DOCUMENT_MASKS:
-        return f"takes {', '.join(DOCUMENT_MASKS)}"
+    if work.mask not in strategies.DOCUMENT_MASKS:
+        return f"takes {', '.join(strategies.DOCUMENT_MASKS)}"
     places, heads = range(mesh.ring), range(mesh.ulysses)
     there, back, near, far = _exchanges(work, [[mesh.rank(i, j) for j in heads] for i in places])
     windows = [places[i : i + mesh.window] for i in places[:: mesh.window]]
@@ -200,28 +194,24 @@ def on_mesh(work: Work, mesh: Mesh) -> Prediction:
 
 
 def ring(work: Work) -> Prediction:
-    return on_mesh(work, Mesh(1, 1, work.cp))
+    return on_mesh(work, strategies.Mesh(1, 1, work.cp))
 
 
 def usp(work: Work) -> Prediction:
-    shared = largest_ulysses(work.cp, work.heads[1], 2)
-    return on_mesh(work, Mesh(shared, 1, work.cp // shared))
+    shared = strategies.largest_ulysses(work.cp, work.heads[1], 2)
+    return on_mesh(work, strategies.Mesh(shared, 1, work.cp // shared))
 
 
 def loongtrain(work: Work, *, head_first: bool = True) -> Prediction:
-    shared = largest_ulysses(work.cp, work.heads[1], 4)
-    window = widest_window(work.cp // shared)
-    return on_mesh(work, Mesh(shared, work.cp // shared // window, window, head_first))
-
-
-def loongtrain_context_first(work: Work) -> Prediction:
-    return loongtrain(work, head_first=False)
+    shared = strategies.largest_ulysses(work.cp, work.heads[1], 4)
+    window = strategies.widest_window(work.cp // shared)
+    return on_mesh(work, strategies.Mesh(shared, work.cp // shared // window, window, head_first))
 
 
 def hybrid_cp(work: Work) -> Prediction:
     """Rounds of groups of ranks, each with documents of its own in one ring; a round is as long as its slowest."""
-    if work.mask not in DOCUMENT_MASKS:
-        return f"takes {', '.join(DOCUMENT_MASKS)}"
+    if work.mask not in strategies.DOCUMENT_MASKS:
+        return f"takes {', '.join(strategies.DOCUMENT_MASKS)}"
     is_causal, total, most_rows = work.mask.endswith("causal"), [0.0, 0.0], 0.0
     for groups in best_schedule(work.known, work.cp, work.tokens):
         ends = list(accumulate(group.size for group in groups))
@@ -267,7 +257,11 @@ def _zigzag(work: Work) -> float:
 
 def ring_all_gather(work: Work) -> Prediction:
     """Keys come in parts of the heads; a part is computed while the next one comes."""
-    rows, parts, imbalance = _gathered(work), math.gcd(work.heads[1], GATHERS), _zigzag(work)
+    rows, parts, imbalance = (
+        _gathered(work),
+        math.gcd(work.heads[1], strategies.GATHERS),
+        _zigzag(work),
+    )
     part = work.seconds(*(x / parts for x in rows))
     seconds = []
     for which in (0, 1):
@@ -318,7 +312,7 @@ OTHERS: dict[str, Callable[[Work], Prediction]] = {
     "ring-all-gather": ring_all_gather,
     "usp": usp,
     "loongtrain": loongtrain,
-    "loongtrain-context-first": loongtrain_context_first,
+    "loongtrain-context-first": partial(loongtrain, head_first=False),
     "hybrid-cp": hybrid_cp,
     "torch-head-tail": torch_head_tail,
 }

@@ -36,7 +36,6 @@ class Settings:
     vocab: int = 32000  # of models
     ffn_dim: int = 0  # of the hidden layer of an MLP; 0 for twice the width of the model
     rows: tuple[str, ...] = ()  # `step`: names of rows
-    optimizer: bool = False  # `step`: whether a training step ends with one of AdamW
     mods: tuple[str, ...] = ()  # names in `mods.MODS`
     kernels: tuple[str, ...] = ()  # `mods`: of ours, asked for by name, beside the default choice
     peers: tuple[str, ...] = ()  # `mods`: names in `contenders.PEERS`

@@ -30,7 +30,6 @@ class Protocol:
     max_reps: int = 50  # repetitions at most
     # written to between repetitions on a GPU, so that inputs come from memory; 0 for a warm cache
     flush_bytes: int = 256 * 2**20
-    cuda_graph: bool = False  # also time replays of a CUDA graph, in which the host has no part
     rounds: int = 1  # of turns that contenders take in one process; 1 times each by itself
 
     def reps(self, estimate_ms: float) -> int:
@@ -41,8 +40,7 @@ class Protocol:
 
 def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[str, Any]:
     """Times `run`, which has run before: what it compiles is compiled. Gives `ms` (median), `p20_ms`, `p80_ms`,
-    `reps`; on a GPU also `host_ms`, the time until a call returns, `peak_bytes`, what it allocates at most, and
-    `graph_ms` (a CUDA graph's replay) or `graph_error`."""
+    `reps`; on a GPU also `host_ms`, the time until a call returns, and `peak_bytes`, what it allocates at most."""
     if device == "cpu":
         return summary(_cpu_times(run, protocol))
     first = _first_call(run)
@@ -50,10 +48,7 @@ def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[
     reps, flush = protocol.reps(first_ms), _flush_buffer(protocol)
     times = [first_ms] if first_ms > LONG_MS else []
     times += _gpu_times(run, reps - len(times), first["host_ms"], flush)
-    result = {**first, **summary(times)}
-    if protocol.cuda_graph:
-        result |= _graph(run, reps, flush)
-    return result
+    return {**first, **summary(times)}
 
 
 def of_turn(run: Callable[[], object], device: str, protocol: Protocol, calls: int) -> float:
@@ -136,21 +131,3 @@ def _first_call(run: Callable[[], object]) -> dict[str, Any]:
     wait_ms = _wall_ms(torch.cuda.synchronize)
     peak_bytes = torch.cuda.max_memory_allocated() - before
     return {"peak_bytes": peak_bytes, "host_ms": host_ms, "wait_ms": wait_ms}
-
-
-def _graph(run: Callable[[], object], reps: int, flush: torch.Tensor | None) -> dict[str, Any]:
-    try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Autograd's thread works on the captured stream too; what else it does is its own affair.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            run()
-        times = _gpu_times(graph.replay, reps, 0.1, flush)
-    except RuntimeError as error:  # not every contender can be captured
-        torch.cuda.synchronize()
-        return {"graph_error": str(error).splitlines()[0][:200]}
-    return {"graph_ms": statistics.median(times)}

@@ -27,7 +27,7 @@ CONTENDERS: dict[str, str] = {
     "mem-efficient": "sdpa:MemoryEfficientSdpa",
     "flash-cpu": "sdpa:CpuFlashSdpa",
     "math": "sdpa:MathSdpa",
-    "naive": "naive:Naive",
+    "naive": "sdpa:Naive",
     "fa4-blocks": "flash_attention:FlashAttention4Blocks",
     "vsa": "vsa:Vsa",
     "vsa-triton": "vsa:VsaTriton",

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import Attend, Kernel
-from magi_bench.workloads.derive import (
-    Documents,
-    Window,
-    documents_of,
-    needs_documents_or_window,
-    window_of,
-)
+from magi_bench.workloads import derive
 from magi_bench.workloads.workload import Inputs, Workload
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: Window
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        window: derive.Window,
     ) -> Tensor:
-        ctx.longest, ctx.is_causal = longest, window == Window(None, 0)
+        ctx.longest, ctx.is_causal = longest, window == derive.Window(None, 0)
         sides = (window.left, window.right)
         ctx.window = {} if ctx.is_causal else _window_arguments(*sides)
         lengths = (cu_seqlens, cu_seqlens, longest, longest)
@@ -58,14 +58,14 @@ class TorchFlash(Kernel):
     label = "FlashAttention 2 in PyTorch"
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        return needs_documents_or_window(workload.slices)
+        return derive.needs_documents_or_window(workload.slices)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
-        documents = documents_of(workload.slices)
+        documents = derive.documents_of(workload.slices)
         if documents:
-            window: Window | None = Window(None, 0 if documents.causal else None)
+            window: derive.Window | None = derive.Window(None, 0 if documents.causal else None)
         else:
-            documents = Documents([0, workload.case.seqlen], False)
-            window = window_of(workload.slices)
+            documents = derive.Documents([0, workload.case.seqlen], False)
+            window = derive.window_of(workload.slices)
         cu_seqlens = torch.tensor(documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device)
         return lambda q, k, v: _Flash.apply(q, k, v, cu_seqlens, documents.longest, window)

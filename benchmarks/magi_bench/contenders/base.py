@@ -6,6 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -72,10 +73,12 @@ class Kernel(Contender):
     layout: Layout = Layout.PACKED  # what `prepare`'s result takes and returns
     has_backward: bool = True  # whether it can be differentiated
     compiles_slowly: bool = False  # whether a new shape costs seconds; such contenders run last
+    module: str | None = None  # what must be imported
+    distributions: tuple[str, ...] = ()  # of packages that it consists of
 
     def available(self) -> str | None:
         """Why it cannot be had on this machine, or None. May import packages; runs in the worker."""
-        return None
+        return import_error(self.module) if self.module else None
 
     def supports(self, workload: Workload, device: str) -> list[str]:
         """Every reason against this workload beyond level, device and dtype; empty if it runs."""
@@ -89,7 +92,13 @@ class Kernel(Contender):
 
     def versions(self) -> dict[str, str]:
         """The packages it consists of, for the record."""
-        return {}
+        found = {}
+        for name in self.distributions:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "not a distribution"
+        return found
 
 
 def refusals(contender: Kernel, workload: Workload, device: str) -> list[str]:

@@ -56,18 +56,17 @@ def rows(
             sizes = (ranks, tokens, settings.train_layers, settings.lengths, settings.seed)
             graphs = settings.cuda_graphs and records_graphs(attention, ranks)
             run = Run(attention, *sizes, cuda_graphs=graphs)
+            status, reason = "unsupported", ""
             if missing is not None:
-                outcome: Row = {"status": "unavailable", "reason": missing}
+                status, reason = "unavailable", missing
             elif ranks > torch.cuda.device_count():
                 reason = f"needs {ranks} GPUs, found {torch.cuda.device_count()}"
-                outcome = {"status": "unsupported", "reason": reason}
             elif attention == "varlen" and ranks > 1:
                 reason = "torchtitan 0.3 has no context parallelism for varlen"
-                outcome = {"status": "unsupported", "reason": reason}
             elif left_s() <= 0:
-                reason = f"not begun: no time left of {settings.seconds:g} s"
-                outcome = {"status": "timeout", "reason": reason}
-            else:
+                status, reason = "timeout", f"not begun: no time left of {settings.seconds:g} s"
+            outcome: Row = {"status": status, "reason": reason}
+            if not reason:
                 outcome = train(run, min(left_s(), SECONDS))
             label = attention + (", CUDA graphs" if graphs else "")
             who = {"label": label, "is_ours": attention == "magi", "cuda_graphs": graphs}

@@ -6,11 +6,9 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
 
 from magi_bench import arguments, runner
 from magi_bench.cases import Case
-from magi_bench.contenders.base import Contender
 from magi_bench.process import Process, WorkerLost
 from magi_bench.results.rows import Row
 from magi_bench.settings import Settings
@@ -38,15 +36,6 @@ class First(runner.Suite):
     def __init__(self, settings: Settings, runs: int, *, imports: bool):
         super().__init__(settings)
         self.runs, self.imports = runs, imports
-
-    def cases(self) -> Iterator[Case]:
-        yield from ()
-
-    def contenders(self, case: Case) -> Sequence[Contender]:
-        return ()
-
-    def problem(self, case: Case, contender: Contender) -> None:
-        return None
 
     def place(self, case: Case) -> Row:
         return {"group": f"First calls, {case.mask}", "what": case.which}

@@ -49,10 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     option("--budget-ms", type=positive, help="for the repetitions of a pass")
     option("--min-reps", type=count, default=Protocol.min_reps)
     option("--gate-seqlen", type=length, help="longest sequence checked")
-    option("--cuda-graph", action="store_true", help="also time graph replays")
     words = "time contenders round by round in one process, not one after another in their own"
     option("--interleaved", type=count, metavar="ROUNDS", default=1, help=words)
-    option("--warm-l2", action="store_true", help="do not flush the L2 cache")
     words = "contenders checked at a time; by default 1 on a CPU, all on a GPU"
     option("--jobs", type=count, help=words)
     parser.set_defaults(command=run, level=level)
@@ -79,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
         protocol=Protocol(
             budget_ms=args.budget_ms or preset.budget_ms,
             min_reps=args.min_reps,
-            flush_bytes=0 if args.warm_l2 or device == "cpu" else Protocol.flush_bytes,
-            cuda_graph=args.cuda_graph,
+            flush_bytes=0 if device == "cpu" else Protocol.flush_bytes,
             rounds=args.interleaved,
         ),
         gate_tokens=args.gate_seqlen or preset.gate_seqlens[args.level],
@@ -124,7 +121,8 @@ def _contenders(args: argparse.Namespace, preset: Preset, device: str) -> list[s
     """Those asked for; else the preset's, or all that know the level and the device."""
     if args.contenders:
         return [name for name in args.contenders if name not in args.without]
-    made = map(contenders.load, preset.contenders[device] or contenders.names())
+    asked = preset.contenders_on_cpu if device == "cpu" else None
+    made = map(contenders.load, asked or contenders.names())
     able = (x.name for x in made if args.level in x.levels and device in x.devices)
     return [name for name in able if name not in args.without]
 

@@ -1,20 +1,26 @@
-"""Contenders on one case, from the check of their numbers to their times, as rows of results."""
+"""Contenders on one case, from the check of their numbers to their times, as rows of results; run as a module, a
+process for one contender or for several: JSON requests on stdin, a JSON line each on stdout.
+
+python -m magi_bench.kernel.measure DEVICE GATE_SEQLEN NAME...
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from magi_bench import gate, timing
+from magi_bench import contenders, gate, timing
 from magi_bench.cases import Case
 from magi_bench.clock import Ready, Rounds, in_turns, wait
 from magi_bench.contenders.base import Attend, Kernel, refusals
 from magi_bench.gate import Call
+from magi_bench.process import serve
 from magi_bench.results import provenance
 from magi_bench.results.rows import Row
 from magi_bench.runner import failure
@@ -73,11 +79,7 @@ class Bench:
                     torch.cuda.empty_cache()
 
     def _time(
-        self,
-        case: Case,
-        passes: Sequence[str],
-        protocol: timing.Protocol,
-        outcomes: dict[str, Row],
+        self, case: Case, passes: Sequence[str], protocol: timing.Protocol, outcomes: dict[str, Row]
     ) -> tuple[Row, None]:
         workload = build(case, self.device)
         inputs, ready = workload.inputs(self.device), {}
@@ -158,3 +160,31 @@ class Bench:
         asked = Rounds(protocol.rounds, timing.MS_OF_A_TURN)
         turns = in_turns({name: ready(x) for name, x in calls.items()}, self.device, asked)
         return {name: timing.summary(x.times_ms) for name, x in turns.items()}
+
+
+def start() -> Callable[[dict[str, Any]], tuple[Any, bool]]:
+    """Answers for the contenders of the command line; a process that has lost its GPU is spent."""
+    device, gate_seqlen, *names = sys.argv[1:]
+    bench = Bench(list(map(contenders.load, names)), device, int(gate_seqlen))
+    return lambda request: (_answer(bench, request), not bench.is_device_usable())
+
+
+def _answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
+    if request["op"] == "probe":
+        reasons = {x.name: reason for x in bench.contenders if (reason := x.available())}
+        bench.contenders = [x for x in bench.contenders if x.name not in reasons]
+        gc.freeze()  # what has been imported stays; looking at it after every case would cost more than some cases
+        versions = {k: v for x in bench.contenders for k, v in x.versions().items()}
+        return {"reasons": reasons, "versions": versions}
+    if request["op"] == "describe":
+        record = provenance.describe(bench.device, request["command"])
+        protocol = timing.Protocol(**request["protocol"])
+        return record | {"matmul_tflops": timing.matmul_tflops(bench.device, protocol)}
+    case = Case.from_json(request["case"])
+    if request["op"] == "gate":
+        return {x.name: bench.gate(x, case) for x in bench.contenders}
+    return bench.time(case, request["passes"], timing.Protocol(**request["protocol"]))
+
+
+if __name__ == "__main__":
+    serve(start)

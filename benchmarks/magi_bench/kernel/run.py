@@ -55,7 +55,7 @@ def _is_slow(task: Task) -> bool:
 def worker_of(names: Sequence[str], settings: Settings) -> Process:
     """The process of some contenders."""
     arguments = (settings.device, str(settings.gate_tokens), *names)
-    return Process(["-m", "magi_bench.kernel.worker", *arguments])
+    return Process(["-m", "magi_bench.kernel.measure", *arguments])
 
 
 def execute(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from magi_bench.workloads import lengths
-from magi_bench.workloads.packs import document_of
+from magi_bench.workloads.llama import document_of
 
 #: Of queries and keys: those of a BlockMask.
 BLOCK = 128
@@ -54,7 +54,7 @@ class Place:
 class Made(NamedTuple):
     """A mod at a place."""
 
-    block_mask: BlockMask | None  # of the mask; None shows everything
+    block_mask: Any  # of the mask, or its mask_mod; None shows everything
     # makes the score_mod of the tensors of `learned`; None where there is none
     score_mod_of: Callable[..., ScoreMod] | None = None
     # fp32 tensors that the score_mod captures and whose gradients are wanted, by their names
@@ -67,29 +67,25 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Mod:
-    """One entry of the catalogue."""
+    """One entry of the catalogue, named after the function that builds it: a mask_mod, a BlockMask, or `Made`."""
 
     name: str  # on the command line and in results
     kind: str  # "mask" or "score"
-    build: Callable[[Place], Made]  # makes it at a place
+    of_place: Callable[[Place], Any]
 
-    @property
-    def label(self) -> str:
-        """Its effect, in a line."""
-        return (self.build.__doc__ or "").strip().split("\n")[0]
+    @classmethod
+    def of(cls, kind: str, build: Callable[[Place], Any]) -> Mod:
+        return cls(build.__name__, kind, build)
+
+    def build(self, place: Place) -> Made:
+        """The mod at a place, with a BlockMask."""
+        result = self.of_place(place)
+        made = result if isinstance(result, Made) else Made(result)
+        if made.block_mask is None or isinstance(made.block_mask, BlockMask):
+            return made
+        return made._replace(block_mask=place.block_mask(made.block_mask))
 
     @property
     def facts(self) -> dict[str, str]:
         """The fields of a row that describe it."""
-        return {"about": self.label, "of": self.kind}
-
-    @classmethod
-    def of(cls, kind: str, build: Callable[[Place], Any]) -> Mod:
-        """Named after the function that builds it; one of a mask may return the BlockMask alone."""
-
-        def made(place: Place) -> Made:
-            result = build(place)
-            return Made(result) if isinstance(result, BlockMask) else result
-
-        made.__doc__ = build.__doc__
-        return cls(build.__name__, kind, made)
+        return {"about": (self.of_place.__doc__ or "").strip().split("\n")[0], "of": self.kind}

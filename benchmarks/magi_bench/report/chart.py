@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from magi_bench.cases import PASSES, format_length
+from magi_bench.cases import PASS_TITLES, PASSES, format_length
 from magi_bench.report import tables
 from magi_bench.results.rows import Results, Row
 
@@ -72,7 +72,7 @@ def picture(
         x += 44 + 7 * len(label)
     for i, which in enumerate(shown):
         top = TOP + PANEL * i
-        parts.append(_text(LEFT, top + 14, tables.PASS_TITLES[which], "title"))
+        parts.append(_text(LEFT, top + 14, PASS_TITLES[which], "title"))
         speeds = {
             place: [tables.tflops(rows.get(name), which) for name in names]
             for place, rows in cells.items()

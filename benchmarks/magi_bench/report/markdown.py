@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from magi_bench.cases import format_length
+from magi_bench.cases import PASS_TITLES, format_length
 from magi_bench.report import tables
 from magi_bench.results.rows import Results, Row
 
@@ -38,7 +38,7 @@ def readme_table(results: Results) -> str:
     whose = group.labels[group.ours[0]] if len(group.ours) == 1 else "ours"
     header = ["mask", "tokens"]
     for which in ("fwd", "bwd"):
-        header += [f"{tables.PASS_TITLES[which].lower()}, {whose}", "best other", "ratio"]
+        header += [f"{PASS_TITLES[which].lower()}, {whose}", "best other", "ratio"]
     lines = []
     for mask, seqlen, rows in group.every():
         cells = [x for which in ("fwd", "bwd") for x in _against_best(rows, which, group.unit[1])]

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from magi_bench.cases import PASSES, Case, format_length
+from magi_bench.cases import PASS_TITLES, PASSES, Case, format_length
 from magi_bench.results.rows import Results, Row
 from magi_bench.workloads.workload import MASKS
 
-PASS_TITLES = {"fwd": "Forward", "bwd": "Backward", "fwdbwd": "Forward and backward"}
 # How a case without a number reads, where it is not its status.
 SHORT = {"unsupported": "-", "unavailable": "-", "oom": "OOM"}
 

@@ -11,21 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_bench.cases import Case
 from magi_bench.clock import Ready
+from magi_bench.contenders.base import Attend
 from magi_bench.contenders.flex import make_block_mask
-from magi_bench.own_code import with_own_code
-from magi_bench.ranks.base import (
-    Attend,
-    RanksContender,
-    Spread,
-    bytes_of_keys,
-    flex_refusals,
-    kernel_on,
-)
+from magi_bench.ranks import base
 from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.strategies import placement
 from magi_bench.ranks.strategies.attention import (
     GatherAttention,
     GatherPlan,
@@ -33,24 +26,8 @@ from magi_bench.ranks.strategies.attention import (
     across_heads,
 )
 from magi_bench.ranks.strategies.kernels import LocalKernel, local_kernel, steps_of
-from magi_bench.ranks.strategies.placement import (
-    Spans,
-    between,
-    contiguous,
-    count,
-    positions,
-    spans_of,
-    split,
-    zigzag,
-)
 from magi_bench.ranks.strategies.schedule import Group, best_schedule
-from magi_bench.ranks.strategies.transport import (
-    Ring,
-    Rings,
-    group_of,
-    lane,
-    without_moves,
-)
+from magi_bench.ranks.strategies.transport import Ring, Rings, group_of, lane, without_moves
 from magi_bench.world import World
 from magi_compile.kernels.select import problem_on
 from magi_compile.masks.slices import AttnSlices
@@ -61,7 +38,7 @@ DOCUMENT_MASKS = {"full": False, "causal": False, "document_full": True, "docume
 GATHERS = 4
 
 
-class Strategy(RanksContender):
+class Strategy(base.RanksContender):
     """A strategy of others around a local kernel of `LOCAL_KERNELS`, whose name is part of its own if not ours."""
 
     has_local_kernel = True
@@ -102,10 +79,10 @@ class Strategy(RanksContender):
         return kernel
 
 
-def documents_of(problem: Problem) -> Spans:
+def documents_of(problem: Problem) -> placement.Spans:
     """The documents that a mask of `DOCUMENT_MASKS` knows, or the whole sequence."""
     knows = DOCUMENT_MASKS[problem.workload.case.mask]
-    return spans_of(problem.workload.documents if knows else [problem.total])
+    return placement.spans_of(problem.workload.documents if knows else [problem.total])
 
 
 # Two dimensions: heads and rings
@@ -174,11 +151,11 @@ class OnMesh(Strategy):
             return [f"a ring of {size // mesh.ulysses} ranks has no windows of {mesh.window}"]
         return []
 
-    def owners(self, problem: Problem, ring: int) -> list[Spans]:
+    def owners(self, problem: Problem, ring: int) -> list[placement.Spans]:
         """The tokens of each place of the ring."""
-        return zigzag(documents_of(problem), ring)
+        return placement.zigzag(documents_of(problem), ring)
 
-    def spread(self, problem: Problem) -> Spread:
+    def spread(self, problem: Problem) -> base.Spread:
         mesh, world = self.mesh(problem), problem.world
         place, head = mesh.coordinates(world.rank)
         owners = self.owners(problem, mesh.ring)
@@ -190,19 +167,19 @@ class OnMesh(Strategy):
             attend, moved = made.attend, made.rings.received()
         else:
             attend, moved = self.alone(problem, mesh.ulysses), (0, 0)
-        row, exchanged = bytes_of_keys(problem) // mesh.ulysses, 0
+        row, exchanged = base.bytes_of_keys(problem) // mesh.ulysses, 0
         if mesh.ulysses > 1:
             attend = across_heads(attend, heads_group(mesh, world), heads_of(problem, mesh.ulysses))
             exchanged = bytes_exchanged(problem, mesh.ulysses)
-        mine = split(owners[place], mesh.ulysses)[head]
+        mine = placement.split(owners[place], mesh.ulysses)[head]
         received = (exchanged + moved[0] * row, exchanged + sum(moved) * row)
-        return Spread(positions(mine, world.device), attend, received, "shapes")
+        return base.Spread(placement.positions(mine, world.device), attend, received, "shapes")
 
     def alone(self, problem: Problem, ulysses: int) -> Attend:
         """Attention of all tokens on one rank, with its share of the heads."""
         workload, world = problem.workload, problem.world
         if self.local_kernel == "ours":
-            return kernel_on(workload, world, heads_of(problem, ulysses))
+            return base.kernel_on(workload, world, heads_of(problem, ulysses))
         kernel, everything = self.kernel(problem, ulysses), [[(0, problem.total)]]
         return ring_plan(kernel, workload.slices, everything, (), world.device).attend
 
@@ -242,14 +219,14 @@ def heads_of(problem: Problem, ulysses: int) -> tuple[int, int]:
 def ring_plan(
     kernel: LocalKernel,
     slices: AttnSlices,
-    owners: Sequence[Spans],
+    owners: Sequence[placement.Spans],
     levels: tuple[Ring, ...],
     device: torch.device,
 ) -> RingPlan:
     """Attention of this rank's tokens over those of all owners, whose keys come around."""
-    rings = Rings(levels, [count(spans) for spans in owners])
+    rings = Rings(levels, [placement.count(spans) for spans in owners])
     order = rings.owners()
-    masks = [between(slices, owners[order[0]], owners[owner]) for owner in order]
+    masks = [placement.between(slices, owners[order[0]], owners[owner]) for owner in order]
     return RingPlan(rings, steps_of(kernel, masks, device))
 
 
@@ -273,8 +250,8 @@ class Ulysses(OnMesh):
     def mesh(self, problem: Problem) -> Mesh:
         return Mesh(problem.world.size, 1, 1)
 
-    def owners(self, problem: Problem, ring: int) -> list[Spans]:
-        return contiguous(problem.total, ring)
+    def owners(self, problem: Problem, ring: int) -> list[placement.Spans]:
+        return placement.contiguous(problem.total, ring)
 
 
 class UlyssesFlex(Ulysses):
@@ -283,23 +260,11 @@ class UlyssesFlex(Ulysses):
     has_local_kernel = False
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        return [*self.mesh_refusals(problem), *flex_refusals(problem, case)]
+        return [*self.mesh_refusals(problem), *base.flex_refusals(problem.world, case)]
 
     def alone(self, problem: Problem, ulysses: int) -> Attend:
         block_mask = make_block_mask(problem.workload, problem.world.device)
-        flex = torch.compile(with_own_code(_flex), dynamic=False)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out: Tensor = flex(q, k, v, block_mask)
-            return out[0].transpose(0, 1)
-
-        return attend
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-    out: Tensor = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
-    return out
+        return base.flex_on(problem.world, block_mask, over_ranks=False)
 
 
 class RingP2P(OnMesh):
@@ -357,9 +322,9 @@ class RingAllGather(Strategy):
     label = "Ring AllGather (Llama 3)"
     takes_any_mask = True
 
-    def spread(self, problem: Problem) -> Spread:
+    def spread(self, problem: Problem) -> base.Spread:
         world = problem.world
-        owners = zigzag([(0, problem.total)], world.size)
+        owners = placement.zigzag([(0, problem.total)], world.size)
         mine = owners[world.rank]
         parts = math.gcd(problem.settings.nheads_kv, GATHERS)
         kernel = self.kernel(problem, parts=parts)
@@ -369,16 +334,18 @@ class RingAllGather(Strategy):
             out: Tensor = GatherAttention.apply(q, k, v, made)
             return out
 
-        moved = (problem.total - problem.tokens) * bytes_of_keys(problem)
+        moved = (problem.total - problem.tokens) * base.bytes_of_keys(problem)
         # A backward gathers keys again, and a reduce-scatter brings a rank as many rows of gradients.
-        return Spread(positions(mine, world.device), attend, (moved, 2 * moved), "shapes")
+        return base.Spread(
+            placement.positions(mine, world.device), attend, (moved, 2 * moved), "shapes"
+        )
 
 
 def gather_plan(
     kernel: LocalKernel,
     slices: AttnSlices,
-    mine: Spans,
-    owners: Sequence[Spans],
+    mine: placement.Spans,
+    owners: Sequence[placement.Spans],
     world: World,
     parts: int,
 ) -> GatherPlan:
@@ -387,7 +354,9 @@ def gather_plan(
     if kernel.in_any_order:
         (step,) = steps_of(kernel, [between_all(slices, mine, owners)], world.device)
         return GatherPlan(world.group, step, parts)
-    (step,) = steps_of(kernel, [between(slices, mine, [(0, slices.seqlen_k)])], world.device)
+    (step,) = steps_of(
+        kernel, [placement.between(slices, mine, [(0, slices.seqlen_k)])], world.device
+    )
     places = [slice(*span) for spans in owners for span in spans]
     ends = accumulate(place.stop - place.start for place in places)
     runs = [slice(end - (x.stop - x.start), end) for x, end in zip(places, ends, strict=True)]
@@ -395,15 +364,17 @@ def gather_plan(
     return GatherPlan(world.group, step, parts, order, places)
 
 
-def between_all(slices: AttnSlices, queries: Spans, owners: Sequence[Spans]) -> AttnSlices:
+def between_all(
+    slices: AttnSlices, queries: placement.Spans, owners: Sequence[placement.Spans]
+) -> AttnSlices:
     """The mask between the rows of one owner and the keys of all owners, one after the other."""
-    parts = [between(slices, queries, spans) for spans in owners]
+    parts = [placement.between(slices, queries, spans) for spans in owners]
     shifts = [0, *accumulate(part.seqlen_k for part in parts)]
     return AttnSlices.unchecked(
         torch.cat([part.q_ranges for part in parts]),
         torch.cat([part.k_ranges + shift for part, shift in zip(parts, shifts, strict=False)]),
         torch.cat([part.mask_types for part in parts]),
-        count(queries),
+        placement.count(queries),
         shifts[-1],
     ).normalize()
 
@@ -419,7 +390,7 @@ class HybridCP(Strategy):
     name = "hybrid-cp"
     label = "HybridCP: a ring for each group of documents"
 
-    def spread(self, problem: Problem) -> Spread:
+    def spread(self, problem: Problem) -> base.Spread:
         world, documents = problem.world, documents_of(problem)
         lengths = [end - begin for begin, end in documents]
         # All ranks connect their lanes, also those that have nothing to send.
@@ -428,7 +399,7 @@ class HybridCP(Strategy):
         moved = [0, 0]
         for groups in best_schedule(lengths, world.size, problem.tokens):
             group, ranks = group_with(world.rank, groups)
-            owners = zigzag(sorted(documents[i] for i in group.documents), group.size)
+            owners = placement.zigzag(sorted(documents[i] for i in group.documents), group.size)
             place = world.rank - ranks[0]
             levels = (Ring(ranks, place, *lanes),) if group.size > 1 else ()
             slices = problem.workload.slices
@@ -436,16 +407,16 @@ class HybridCP(Strategy):
             attends.append(made.attend)
             mine.append(owners[place])
             moved = [x + y for x, y in zip(moved, made.rings.received(), strict=True)]
-        sizes = [count(spans) for spans in mine]
+        sizes = [placement.count(spans) for spans in mine]
 
         def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rounds = zip(attends, *(x.split(sizes) for x in (q, k, v)), strict=True)
             return torch.cat([attend(*tensors) for attend, *tensors in rounds])
 
-        row = bytes_of_keys(problem)
+        row = base.bytes_of_keys(problem)
         received = (moved[0] * row, sum(moved) * row)
-        where = torch.cat([positions(spans, world.device) for spans in mine])
-        return Spread(where, attend_all, received, "shapes")
+        where = torch.cat([placement.positions(spans, world.device) for spans in mine])
+        return base.Spread(where, attend_all, received, "shapes")
 
 
 def group_with(rank: int, groups: Sequence[Group]) -> tuple[Group, list[int]]:
@@ -457,12 +428,6 @@ def group_with(rank: int, groups: Sequence[Group]) -> tuple[Group, list[int]]:
 
 
 #: In the order of reports; FlexAttention, which compiles for long, is not among them.
-STRATEGIES: tuple[type[RanksContender], ...] = (
-    Ulysses,
-    RingP2P,
-    RingAllGather,
-    Usp,
-    LoongTrain,
-    LoongTrainContextFirst,
-    HybridCP,
+STRATEGIES: tuple[type[base.RanksContender], ...] = (
+    *(Ulysses, RingP2P, RingAllGather, Usp, LoongTrain, LoongTrainContextFirst, HybridCP),
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import import_error
-from magi_bench.ranks.strategies.kernels import Call, LocalKernel, Piece
+from magi_bench.ranks.strategies.kernels import LocalKernel, Piece
 from magi_compile.kernels.base import BackwardOutput, ForwardOutput, Saved
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
@@ -62,35 +62,17 @@ class VarlenKernel(LocalKernel):
     def _piece(self, chain: Sequence[AttnSlice], device: torch.device) -> Piece:
         rows = slice(chain[0].q_range[0], chain[-1].q_range[1])
         keys = slice(chain[0].k_range[0], chain[-1].k_range[1])
-        return Piece(rows, keys, VarlenCall(self, segments_of(chain, device)))
+        return Piece(rows, keys, segments_of(chain, device))
+
+    def merged(
+        self, qkv: Sequence[Tensor], prepared: Any, prior: ForwardOutput | None, dtype: torch.dtype
+    ) -> ForwardOutput:
+        q, k, v = qkv
+        return merge_prior(self.forward(q, k, v, prepared), prior, dtype)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> ForwardOutput:
         """Out in the dtype of q, 0 in rows that see nothing, where lse is -inf."""
-
-    @abstractmethod
-    def backward(self, dout: Tensor, saved: Saved, segments: Segments) -> BackwardOutput:
-        """Gradients by out and lse over all keys."""
-
-
-class VarlenCall(Call):
-    """A call of such a kernel."""
-
-    def __init__(self, kernel: VarlenKernel, segments: Segments):
-        self.kernel, self.segments = kernel, segments
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prior: ForwardOutput | None,
-        out_dtype: torch.dtype,
-    ) -> ForwardOutput:
-        return merge_prior(self.kernel.forward(q, k, v, self.segments), prior, out_dtype)
-
-    def backward(self, dout: Tensor, saved: Saved) -> BackwardOutput:
-        return self.kernel.backward(dout, saved, self.segments)
 
 
 # From slices to segments
@@ -189,12 +171,12 @@ class FlashAttention4(VarlenKernel):
         out, lse, *_ = interface._flash_attn_fwd(q, k, v, **options)
         return ForwardOutput(out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, segments: Segments) -> BackwardOutput:
+    def backward(self, dout: Tensor, saved: Saved, prepared: Segments) -> BackwardOutput:
         interface = importlib.import_module("flash_attn.cute.interface")
         q, k, v, out, lse = saved
         tensors = (q, k, v, out, dout.contiguous(), lse)
         # Nobody writes to keys of a segment without rows.
-        options = {"dk": torch.zeros_like(k), "dv": torch.zeros_like(v), **self._options(segments)}
+        options = {"dk": torch.zeros_like(k), "dv": torch.zeros_like(v), **self._options(prepared)}
         dq, dk, dv, *_ = interface._flash_attn_bwd(*tensors, **options)
         return BackwardOutput(dq, dk, dv)
 

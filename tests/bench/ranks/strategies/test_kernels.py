@@ -68,7 +68,7 @@ def test_a_step_of_a_zigzag_is_one_call(mask):
     for queries in owners:
         for keys in owners:
             (piece,) = pieces_of(Plain, between(slices, queries, keys))
-            segments = piece.call.segments
+            segments = piece.prepared
             assert len(list(each(segments))) == len(documents)
             assert segments.causal == (mask != "document_full" and queries is keys)
 
@@ -102,8 +102,8 @@ def test_a_mask_that_shows_nothing_is_no_call():
 
 def test_documents_of_one_token_break_no_call():
     (piece,) = pieces_of(Plain, MASKS["document_causal"](LENGTHS).slices)
-    assert piece.call.segments.causal
-    assert len(list(each(piece.call.segments))) == len(LENGTHS)
+    assert piece.prepared.causal
+    assert len(list(each(piece.prepared))) == len(LENGTHS)
 
 
 def test_windows_are_refused():
