@@ -161,8 +161,15 @@ def ulysses(work: Work) -> Prediction:
 # Rings
 
 
-def on_mesh(work: Work, mesh: strategies.Mesh) -> Prediction:
+ON_MESH = (
+    *(strategies.RingP2P, strategies.Usp, strategies.LoongTrain),
+    strategies.LoongTrainContextFirst,
+)
+
+
+def on_mesh(work: Work, strategy: type[strategies.OnMesh]) -> Prediction:
     """A zigzag ring, or a ring of windows, of ranks that share heads."""
+    mesh = strategy.mesh_of(work.cp, work.heads[1])
     if work.mask not in strategies.DOCUMENT_MASKS:
         return f"takes {', '.join(strategies.DOCUMENT_MASKS)}"
     places, heads = range(mesh.ring), range(mesh.ulysses)
@@ -191,21 +198,6 @@ def on_mesh(work: Work, mesh: strategies.Mesh) -> Prediction:
     around = rows * (mesh.ring - 1)
     near, far = near + around * (not is_far), far + around * is_far
     return Predicted(seconds[0], seconds[1], near, far)
-
-
-def ring(work: Work) -> Prediction:
-    return on_mesh(work, strategies.Mesh(1, 1, work.cp))
-
-
-def usp(work: Work) -> Prediction:
-    shared = strategies.largest_ulysses(work.cp, work.heads[1], 2)
-    return on_mesh(work, strategies.Mesh(shared, 1, work.cp // shared))
-
-
-def loongtrain(work: Work, *, head_first: bool = True) -> Prediction:
-    shared = strategies.largest_ulysses(work.cp, work.heads[1], 4)
-    window = strategies.widest_window(work.cp // shared)
-    return on_mesh(work, strategies.Mesh(shared, work.cp // shared // window, window, head_first))
 
 
 def hybrid_cp(work: Work) -> Prediction:
@@ -305,14 +297,11 @@ def _ours(work: Work, loads: StageLoads, *, relayed: bool | None) -> Prediction:
     return Predicted(forward.seconds, backward.seconds, near, far)
 
 
-#: The strategies of others by name, in the order of `magi-bench ranks`.
+#: The strategies of others by name.
 OTHERS: dict[str, Callable[[Work], Prediction]] = {
     "ulysses": ulysses,
-    "ring": ring,
+    **{x.name: partial(on_mesh, strategy=x) for x in ON_MESH},
     "ring-all-gather": ring_all_gather,
-    "usp": usp,
-    "loongtrain": loongtrain,
-    "loongtrain-context-first": partial(loongtrain, head_first=False),
     "hybrid-cp": hybrid_cp,
     "torch-head-tail": torch_head_tail,
 }

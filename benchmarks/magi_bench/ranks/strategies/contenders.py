@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -120,11 +119,6 @@ def largest_ulysses(size: int, nheads_kv: int, least_ring: int) -> int:
     return max(x for x in fitting if size // x >= min(least_ring, size))
 
 
-def default_ulysses(problem: Problem, least_ring: int) -> int:
-    """`largest_ulysses` of the ranks and heads of a problem."""
-    return largest_ulysses(problem.world.size, problem.settings.nheads_kv, least_ring)
-
-
 def widest_window(ring: int) -> int:
     """The ranks of a window, such that there are not more windows than that."""
     return min(x for x in range(1, ring + 1) if ring % x == 0 and x * x >= ring)
@@ -133,9 +127,26 @@ def widest_window(ring: int) -> int:
 class OnMesh(Strategy):
     """A zigzag ring, each of whose places is a group of ranks that share heads."""
 
-    @abstractmethod
+    # The ranks of a ring that those which share heads leave at least, if there are so many: all by default.
+    least_ring = 0
+    has_windows = False  # the ring is one of windows
+    head_first = True  # see `Mesh`
+
+    @classmethod
+    def mesh_of(cls, size: int, nheads_kv: int, ulysses: int = 0, window: int = 0) -> Mesh:
+        """The ranks, by the number of heads and what was asked for; 0 asks for nothing."""
+        shared = 1
+        if cls.least_ring:
+            shared = ulysses or largest_ulysses(size, nheads_kv, cls.least_ring)
+        ring = max(size // shared, 1)
+        window = (window or widest_window(ring)) if cls.has_windows else ring
+        return Mesh(shared, ring // window, window, cls.head_first)
+
     def mesh(self, problem: Problem) -> Mesh:
-        """The ranks, by the number of heads and what was asked for."""
+        """That of a problem."""
+        settings = problem.settings
+        asked = settings.ulysses_degree, settings.window
+        return self.mesh_of(problem.world.size, settings.nheads_kv, *asked)
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
         return self.mesh_refusals(problem) or super().supports(problem, case)
@@ -169,8 +180,14 @@ class OnMesh(Strategy):
             attend, moved = self.alone(problem, mesh.ulysses), (0, 0)
         row, exchanged = base.bytes_of_keys(problem) // mesh.ulysses, 0
         if mesh.ulysses > 1:
-            attend = across_heads(attend, heads_group(mesh, world), heads_of(problem, mesh.ulysses))
-            exchanged = bytes_exchanged(problem, mesh.ulysses)
+            columns = [[mesh.rank(i, j) for j in range(mesh.ulysses)] for i in range(mesh.ring)]
+            heads = heads_of(problem, mesh.ulysses)
+            attend = across_heads(attend, group_of(world, columns), heads)
+            # Of q, k, v and out, from those with which it shares heads; of gradients as many.
+            settings = problem.settings
+            whole = base.bytes_of_keys(problem) * (settings.nheads_q + settings.nheads_kv)
+            whole = whole * problem.tokens // settings.nheads_kv
+            exchanged = whole * (mesh.ulysses - 1) // mesh.ulysses
         mine = placement.split(owners[place], mesh.ulysses)[head]
         received = (exchanged + moved[0] * row, exchanged + sum(moved) * row)
         return base.Spread(placement.positions(mine, world.device), attend, received, "shapes")
@@ -204,12 +221,6 @@ def lanes_of(world: World, name: str) -> list[ProcessGroup]:
     return [lane(world, f"{kind} of {name}") for kind in ("keys", "gradients")]
 
 
-def heads_group(mesh: Mesh, world: World) -> ProcessGroup:
-    """The group of the ranks that share heads with this one."""
-    columns = [[mesh.rank(i, j) for j in range(mesh.ulysses)] for i in range(mesh.ring)]
-    return group_of(world, columns)
-
-
 def heads_of(problem: Problem, ulysses: int) -> tuple[int, int]:
     """The query and key-value heads of a rank."""
     settings = problem.settings
@@ -230,15 +241,6 @@ def ring_plan(
     return RingPlan(rings, steps_of(kernel, masks, device))
 
 
-def bytes_exchanged(problem: Problem, ulysses: int) -> int:
-    """The bytes of q, k, v and out that a rank gets from those with which it shares heads; of gradients as many."""
-    settings = problem.settings
-    nheads = 2 * settings.nheads_q + 2 * settings.nheads_kv
-    itemsize = getattr(torch, settings.dtype).itemsize
-    whole = problem.tokens * nheads * settings.head_dim * itemsize
-    return whole * (ulysses - 1) // ulysses
-
-
 class Ulysses(OnMesh):
     """DeepSpeed-Ulysses: a rank gets all tokens of some heads, attends by itself, and the output goes back. Tokens are
     in order."""
@@ -247,8 +249,9 @@ class Ulysses(OnMesh):
     label = "Ulysses: all-to-all over heads"
     takes_any_mask = True
 
-    def mesh(self, problem: Problem) -> Mesh:
-        return Mesh(problem.world.size, 1, 1)
+    @classmethod
+    def mesh_of(cls, size: int, nheads_kv: int, ulysses: int = 0, window: int = 0) -> Mesh:
+        return Mesh(size, 1, 1)
 
     def owners(self, problem: Problem, ring: int) -> list[placement.Spans]:
         return placement.contiguous(problem.total, ring)
@@ -273,19 +276,13 @@ class RingP2P(OnMesh):
     name = "ring"
     label = "Ring P2P, zigzag"
 
-    def mesh(self, problem: Problem) -> Mesh:
-        return Mesh(1, 1, problem.world.size)
-
 
 class Usp(OnMesh):
     """Unified sequence parallelism: Ulysses in groups of consecutive ranks, a ring across groups."""
 
     name = "usp"
     label = "USP: Ulysses in a zigzag ring"
-
-    def mesh(self, problem: Problem) -> Mesh:
-        ulysses = problem.settings.ulysses_degree or default_ulysses(problem, 2)
-        return Mesh(ulysses, 1, problem.world.size // ulysses)
+    least_ring = 2
 
 
 class LoongTrain(OnMesh):
@@ -294,13 +291,8 @@ class LoongTrain(OnMesh):
 
     name = "loongtrain"
     label = "LoongTrain: Ulysses in a double ring, head first"
-    head_first = True
-
-    def mesh(self, problem: Problem) -> Mesh:
-        ulysses = problem.settings.ulysses_degree or default_ulysses(problem, 4)
-        ring = max(problem.world.size // ulysses, 1)
-        window = problem.settings.window or widest_window(ring)
-        return Mesh(ulysses, ring // window, window, self.head_first)
+    least_ring = 4
+    has_windows = True
 
 
 class LoongTrainContextFirst(LoongTrain):
