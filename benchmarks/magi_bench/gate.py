@@ -98,6 +98,15 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
     return error if error == error else float("inf")
 
 
+def weigh(scores: Tensor, visible: Tensor | None, v: Tensor) -> Tensor:
+    """Dense attention by its scores; rows that see nothing give 0."""
+    if visible is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    sees_something = visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(~visible & sees_something, -torch.inf)
+    return scores.softmax(-1).masked_fill(~sees_something, 0.0).to(v.dtype) @ v
+
+
 def exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
     """Out and gradients in fp64, and by plain PyTorch in the inputs' dtype, one key-value head at a time."""
     case = workload.case

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import Layout
-from magi_bench.gate import RESULTS, Check
+from magi_bench.gate import RESULTS, Check, weigh
 from magi_bench.mods.mod import BLOCK, Made, Mod, Place, ScoreMod
 from magi_bench.settings import Settings
 from magi_bench.workloads import workload
@@ -121,14 +121,10 @@ class Problem:
         scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
         if score_mod is not None:
             scores = score_mod(scores, *place)
-        if self.made.block_mask is not None:
-            visible = self.made.block_mask.mask_mod(*place) & self._listed(head)
-            sees_something = visible.any(-1, keepdim=True)
-            scores = scores.masked_fill(~visible & sees_something, -torch.inf)
-            weights = scores.softmax(-1).masked_fill(~sees_something, 0.0)
-        else:
-            weights = scores.softmax(-1)
-        return weights.to(v.dtype) @ v
+        block_mask, visible = self.made.block_mask, None
+        if block_mask is not None:
+            visible = block_mask.mask_mod(*place) & self._listed(head)
+        return weigh(scores, visible, v)
 
     def _listed(self, head: int) -> Tensor:
         """Bool `[tokens, tokens]`: the pairs in blocks that the lists name."""
