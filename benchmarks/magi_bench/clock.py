@@ -28,10 +28,8 @@ class Ready(NamedTuple):
     """A contender prepared for a case."""
 
     call: Callable[[], Sequence[Tensor]]  # one call, or one step; returns what is checked
-    # makes the masks of so many calls to come. It takes no part in the time
-    renew: Callable[[int], None] = _nothing
-    # of its row, once it was called; numbers are those of the rank that has most
-    facts: Mapping[str, Any] = {}
+    renew: Callable[[int], None] = _nothing  # makes the masks of calls to come, out of the time
+    facts: Mapping[str, Any] = {}  # of its row, once called; numbers of the rank that has most
     # milliseconds of one of so many calls, if these are not in this process; else the wall time of `call`
     turn_ms: Callable[[int], float] | None = None
     # the same call with nothing moved between ranks, whose results are wrong; it takes turns, too
@@ -62,8 +60,7 @@ class Rounds:
     count: int = 7  # rounds; each contender has one turn in each
     turn_ms: float = 20.0  # about how long a turn takes
     max_calls: int = 100  # calls of a turn at most; at least one
-    # calls of a turn at most where each call gets a mask of its own, which is made before the turn
-    max_masks: int = 20
+    max_masks: int = 20  # the same where each call gets a mask of its own, made before the turn
 
     def calls(self, estimate_ms: float, makes_masks: bool = False) -> int:
         """Calls of a turn, of which one takes about `estimate_ms`."""

@@ -17,8 +17,7 @@ class Settings:
 
     device: str  # "cuda" or "cpu"
     dtype: str = "bfloat16"  # of q, k and v, and of models
-    # of a packed sequence, across ranks of a rank; one length after another
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # of a sequence, across ranks of a rank; one after another
     nheads_q: int = 32  # query heads
     nheads_kv: int = 8  # key-value heads; divides nheads_q
     head_dim: int = 128  # of q, k and v
@@ -30,8 +29,7 @@ class Settings:
     seconds: float = float("inf")  # begin nothing that would end later
     seed: int = 42  # of inputs, documents, masks and weights
     gate_tokens: int = 2048  # the longest sequence that results are checked at
-    # `step`: how many attention calls the graphs of the group "layers" have
-    layers: tuple[int, ...] = (16,)
+    layers: tuple[int, ...] = (16,)  # `step`: attention calls of a graph of the group "layers"
     train_layers: int = 4  # of models
     vocab: int = 32000  # of models
     ffn_dim: int = 0  # of the hidden layer of an MLP; 0 for twice the width of the model
@@ -39,28 +37,21 @@ class Settings:
     mods: tuple[str, ...] = ()  # names in `mods.MODS`
     kernels: tuple[str, ...] = ()  # `mods`: of ours, asked for by name, beside the default choice
     peers: tuple[str, ...] = ()  # `mods`: names in `contenders.PEERS`
-    # `mods`: whether every call makes its BlockMask, in the function that is compiled; else it is made before
-    mask_in_graph: bool = False
+    mask_in_graph: bool = False  # `mods`: whether every call makes its BlockMask, compiled
     model: bool = False  # `ranks`: steps of a Llama in place of attention alone
-    # `ranks`: of strategies, names in `strategies.kernels.LOCAL_KERNELS`
-    local_kernels: tuple[str, ...] = ("ours",)
-    # `ranks`: how many ranks share heads in strategies of two dimensions; 0 chooses by the heads
-    ulysses_degree: int = 0
+    local_kernels: tuple[str, ...] = ("ours",)  # `ranks`: names in `LOCAL_KERNELS`
+    ulysses_degree: int = 0  # `ranks`: how many share heads in two dimensions; 0 chooses
     window: int = 0  # `ranks`: the ranks of a window of a double ring; 0 chooses
-    # `ranks`: how documents are drawn, one after another, in place of `lengths`
-    samplers: tuple[str, ...] = ("seeds",)
+    samplers: tuple[str, ...] = ("seeds",)  # `ranks`: one after another, in place of `lengths`
     packs: int = 1  # `ranks`: of documents, for each mask that knows them, length and sampler
     exposed: bool = False  # `ranks`: whether strategies are timed without moves, too
     frameworks: tuple[str, ...] = ()  # `doors`: names in `doors.FRAMEWORKS`
     attentions: tuple[str, ...] = ()  # `doors`: `attn_implementation` of transformers
     modes: tuple[str, ...] = ()  # `doors`: "eager", "compiled"
-    # `doors`: ranks of torchtitan's context parallelism, one after another
-    cp_degrees: tuple[int, ...] = (1, 2, 4)
-    # `doors`: whether torchtitan records them where it can, which is its default
-    cuda_graphs: bool = True
+    cp_degrees: tuple[int, ...] = (1, 2, 4)  # `doors`: ranks of torchtitan's context parallelism
+    cuda_graphs: bool = True  # `doors`: whether torchtitan records them, which is its default
     protocol: Protocol = field(default_factory=Protocol)  # `kernel`, `sparse`: how a call is timed
-    # `kernel`, `sparse`: seconds after which a contender's case is given up
-    cell_limit: float = 120.0
+    cell_limit: float = 120.0  # `kernel`, `sparse`: seconds after which a case is given up
     jobs: int = 1  # `kernel`, `sparse`: how many contenders prove themselves at a time
 
     @classmethod

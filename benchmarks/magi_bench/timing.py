@@ -25,11 +25,9 @@ class Protocol:
     """The limits of time and of calls."""
 
     budget_ms: float = 100.0  # about how long the repetitions of one pass may take together
-    # repetitions at least, however long they take; `LONG_REPS` of calls beyond `LONG_MS`
-    min_reps: int = 5
+    min_reps: int = 5  # at least; `LONG_REPS` of calls beyond `LONG_MS`
     max_reps: int = 50  # repetitions at most
-    # written to between repetitions on a GPU, so that inputs come from memory; 0 for a warm cache
-    flush_bytes: int = 256 * 2**20
+    flush_bytes: int = 256 * 2**20  # written between repetitions on a GPU; 0 for a warm cache
     rounds: int = 1  # of turns that contenders take in one process; 1 times each by itself
 
     def reps(self, estimate_ms: float) -> int:

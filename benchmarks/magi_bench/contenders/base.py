@@ -43,8 +43,7 @@ class Contender(ABC):
 
     name: str  # how the command line and result files call it
     label: str  # how reports call it
-    # whether reports set it apart from its peers; ratios are to the first of them that has a time
-    is_ours: bool = False
+    is_ours: bool = False  # ratios are to the first of these that has a time
     is_alone: bool = False  # whether its times have no ratio, as its work is another
 
     def unavailable(self, device: str) -> str | None:

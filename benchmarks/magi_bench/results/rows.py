@@ -26,11 +26,9 @@ RETRIED = frozenset({"wrong", "error", "crash", "timeout"})
 class Results:
     """The contents of result files. Of two rows with one key the later counts."""
 
-    # the provenance of every run, by its id
-    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # their provenance, by id
     rows: dict[str, Row] = field(default_factory=dict)  # by case key and contender
-    # the keys that the runs set out to measure
-    planned: dict[str, None] = field(default_factory=dict)
+    planned: dict[str, None] = field(default_factory=dict)  # keys that runs set out to measure
 
     @property
     def finished(self) -> set[str]:

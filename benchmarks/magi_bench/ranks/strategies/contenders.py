@@ -93,8 +93,7 @@ class Mesh(NamedTuple):
     ulysses: int  # ranks that share heads
     windows: int  # of the ring
     window: int  # ranks of a window
-    # whether ranks that share heads have consecutive numbers, else those of a ring have
-    head_first: bool = True
+    head_first: bool = True  # whether ranks that share heads are consecutive, or those of a ring
 
     @property
     def ring(self) -> int:
