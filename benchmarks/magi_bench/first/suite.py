@@ -6,9 +6,11 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from dataclasses import replace
 
 from magi_bench import arguments, runner
 from magi_bench.cases import Case
+from magi_bench.clock import Rounds
 from magi_bench.process import Process, WorkerLost
 from magi_bench.results.rows import Row
 from magi_bench.settings import Settings
@@ -33,9 +35,9 @@ class First(runner.Suite):
     title = "The first call"
     notes = "Milliseconds of a step in processes of their own, each with empty caches: medians over processes."
 
-    def __init__(self, settings: Settings, runs: int, *, imports: bool):
+    def __init__(self, settings: Settings, *, imports: bool):
         super().__init__(settings)
-        self.runs, self.imports = runs, imports
+        self.imports = imports
 
     def place(self, case: Case) -> Row:
         return {"group": f"First calls, {case.mask}", "what": case.which}
@@ -49,7 +51,7 @@ class First(runner.Suite):
         names = self.settings.contenders or tuple(LABELS)
         found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         lost: dict[str, WorkerLost] = {}
-        for number in range(self.runs):
+        for number in range(self.settings.rounds.count):
             for name in names[:: -1 if number % 2 else 1]:
                 try:
                     found[name].append(self._with_empty_caches(case, name))
@@ -108,4 +110,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures; 1 if a process of ours failed."""
     settings = arguments.settings_of(args, QUICK)
-    return runner.run_command(First(settings, args.runs, imports=args.imports), args)
+    settings = replace(settings, rounds=Rounds(args.runs))
+    return runner.run_command(First(settings, imports=args.imports), args)
