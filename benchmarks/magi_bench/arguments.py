@@ -104,20 +104,7 @@ def add(parser: argparse.ArgumentParser, names: Iterable[str], **defaults: Any) 
 
 
 def settings_of(args: argparse.Namespace, quick: Mapping[str, Any], **more: Any) -> Settings:
-    """The settings of a command; with `--quick` the values of `quick` hold.
-
-    Args:
-        args: with what `RUN` has.
-        quick: options by their names.
-        **more: in place of what `args` has.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: there is no such device.
-        FileNotFoundError: `--out` lies in a folder that does not exist.
-    """
+    """The settings of a command, `more` in place of what `args` has; with `--quick` the values of `quick` hold."""
     device = device_of(args.device)
     if args.quick:
         vars(args).update(quick)

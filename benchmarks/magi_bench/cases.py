@@ -5,50 +5,34 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-PASSES = ("fwd", "bwd", "fwdbwd")
+PASS_TITLES = {"fwd": "Forward", "bwd": "Backward", "fwdbwd": "Forward and backward"}
+PASSES = tuple(PASS_TITLES)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A mask, a length, heads and a pass to measure. Everything random in it follows from `seed`.
+    """A mask, a length, heads and a pass to measure. Everything random in it follows from `seed`."""
 
-    Attributes:
-        level: the command that measures it; for what kernels take also in other commands "kernel", masks that all heads
-            share, or "sparse", block masks of each key-value head.
-        mask: a name in `workload.MASKS`; elsewhere what is called: a row of `step`, a mod, a mask of ranks, a
-            framework.
-        seqlen: queries and keys; across ranks those of a rank.
-        nheads_q: query heads.
-        nheads_kv: key-value heads; divides nheads_q.
-        head_dim: of q and k.
-        dtype: "bfloat16", "float16" or "float32".
-        lengths: how documents are drawn, a name in `lengths.SAMPLERS`.
-        block: tokens of a block of a sparse mask; the mean where sizes vary. 0 for others.
-        density: the share of blocks that a row of a sparse mask keeps. 1.0 for others.
-        seed: of documents, masks and inputs.
-        head_dim_v: of v; 0 for that of q and k.
-        which: the pass, where contenders are prepared for one; "" where they run all of them.
-        layers: attentions in one graph, or layers of a model.
-        ranks: over which the sequence is spread.
-        mode: of a framework's model: "eager" or "compiled".
-    """
-
+    # the command that measures it; for what kernels take also in other commands "kernel", masks that all heads share,
+    # or "sparse", block masks of each key-value head
     level: str
+    # a name in `workload.MASKS`; elsewhere what is called: a row of `step`, a mod, a mask of ranks, a framework
     mask: str
-    seqlen: int
-    nheads_q: int
-    nheads_kv: int
-    head_dim: int
-    dtype: str = "bfloat16"
-    lengths: str = "seeds"
-    block: int = 0
-    density: float = 1.0
-    seed: int = 42
-    head_dim_v: int = 0
+    seqlen: int  # queries and keys; across ranks those of a rank
+    nheads_q: int  # query heads
+    nheads_kv: int  # key-value heads; divides nheads_q
+    head_dim: int  # of q and k
+    dtype: str = "bfloat16"  # "bfloat16", "float16" or "float32"
+    lengths: str = "seeds"  # how documents are drawn, a name in `lengths.SAMPLERS`
+    block: int = 0  # tokens of a block of a sparse mask; the mean where sizes vary. 0 for others
+    density: float = 1.0  # the share of blocks that a row of a sparse mask keeps. 1.0 for others
+    seed: int = 42  # of documents, masks and inputs
+    head_dim_v: int = 0  # of v; 0 for that of q and k
+    # the pass, where contenders are prepared for one; "" where they run all of them
     which: str = ""
-    layers: int = 1
-    ranks: int = 1
-    mode: str = ""
+    layers: int = 1  # attentions in one graph, or layers of a model
+    ranks: int = 1  # over which the sequence is spread
+    mode: str = ""  # of a framework's model: "eager" or "compiled"
 
     @property
     def heads(self) -> str:
@@ -83,6 +67,10 @@ class Case:
         """The same case at another length."""
         return replace(self, seqlen=seqlen)
 
+    def of_pass(self, which: str) -> Case:
+        """The same case, of another pass."""
+        return replace(self, which=which)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -92,17 +80,8 @@ class Case:
 
 
 def parse_length(text: str) -> int:
-    """`"8192"`, `"8K"` or `"1M"` as a number of tokens.
-
-    Args:
-        text: digits, or digits and K or M, for 2**10 or 2**20.
-
-    Returns:
-        Tokens, 1 or more.
-
-    Raises:
-        ValueError: if it is none of these, or not positive.
-    """
+    """`"8192"`, `"8K"` or `"1M"`, for 2**10 or 2**20, as a number of tokens; a ValueError if it is none or not
+    positive."""
     factor = {"K": 1024, "M": 1024**2}.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isdigit() or int(digits) == 0:

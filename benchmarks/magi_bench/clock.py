@@ -25,20 +25,14 @@ def _nothing(calls: int) -> None:
 
 
 class Ready(NamedTuple):
-    """A contender prepared for a case.
+    """A contender prepared for a case."""
 
-    Attributes:
-        call: one call, or one step; returns what is checked.
-        renew: makes the masks of so many calls to come. It takes no part in the time.
-        facts: of its row, once it was called; numbers are those of the rank that has most.
-        turn_ms: milliseconds of one of so many calls, if these are not in this process; else the wall time of `call`.
-        without_moves: the same call with nothing moved between ranks, whose results are wrong; it takes turns, too.
-    """
-
-    call: Callable[[], Sequence[Tensor]]
-    renew: Callable[[int], None] = _nothing
-    facts: Mapping[str, Any] = {}
+    call: Callable[[], Sequence[Tensor]]  # one call, or one step; returns what is checked
+    renew: Callable[[int], None] = _nothing  # makes the masks of calls to come, out of the time
+    facts: Mapping[str, Any] = {}  # of its row, once called; numbers of the rank that has most
+    # milliseconds of one of so many calls, if these are not in this process; else the wall time of `call`
     turn_ms: Callable[[int], float] | None = None
+    # the same call with nothing moved between ranks, whose results are wrong; it takes turns, too
     without_moves: Callable[[], Sequence[Tensor]] | None = None
 
 
@@ -61,19 +55,12 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The numbers of turns and of calls.
+    """The numbers of turns and of calls."""
 
-    Attributes:
-        count: rounds; each contender has one turn in each.
-        turn_ms: about how long a turn takes.
-        max_calls: calls of a turn at most; at least one.
-        max_masks: calls of a turn at most where each call gets a mask of its own, which is made before the turn.
-    """
-
-    count: int = 7
-    turn_ms: float = 20.0
-    max_calls: int = 100
-    max_masks: int = 20
+    count: int = 7  # rounds; each contender has one turn in each
+    turn_ms: float = 20.0  # about how long a turn takes
+    max_calls: int = 100  # calls of a turn at most; at least one
+    max_masks: int = 20  # the same where each call gets a mask of its own, made before the turn
 
     def calls(self, estimate_ms: float, makes_masks: bool = False) -> int:
         """Calls of a turn, of which one takes about `estimate_ms`."""
@@ -82,31 +69,19 @@ class Rounds:
 
 
 class Turns(NamedTuple):
-    """The times of the turns of one contender.
+    """The times of the turns of one contender."""
 
-    Attributes:
-        times_ms: of one call, the mean over each turn.
-        calls: of each turn.
-        recompiles: graphs that Dynamo compiled in them; 0 unless something is wrong.
-    """
-
-    times_ms: list[float]
-    calls: int
-    recompiles: int
+    times_ms: list[float]  # of one call, the mean over each turn
+    calls: int  # of each turn
+    recompiles: int  # graphs that Dynamo compiled in them; 0 unless something is wrong
 
 
 class Work(NamedTuple):
-    """The work of the GPU and its driver in one call.
+    """The work of the GPU and its driver in one call."""
 
-    Attributes:
-        kernels: how many run.
-        launches: by the host; a CUDA graph is one.
-        kernel_ms: the sum of the times of all kernels, without what lies between them.
-    """
-
-    kernels: float
-    launches: float
-    kernel_ms: float
+    kernels: float  # how many run
+    launches: float  # by the host; a CUDA graph is one
+    kernel_ms: float  # the sum of the times of all kernels, without what lies between them
 
 
 class Alone:

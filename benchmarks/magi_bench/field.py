@@ -14,19 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
-from magi_bench.ranks.strategies.contenders import (
-    DOCUMENT_MASKS,
-    GATHERS,
-    Mesh,
-    largest_ulysses,
-    widest_window,
-)
+from magi_bench.ranks.strategies import contenders as strategies
 from magi_bench.ranks.strategies.schedule import best_schedule
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import CostModel
@@ -46,42 +40,25 @@ EDGE = 64
 
 
 class Predicted(NamedTuple):
-    """A pass of the slowest rank, in seconds, and the rows that the rank which gets most receives forward.
+    """A pass of the slowest rank, in seconds, and the rows that the rank which gets most receives forward."""
 
-    Attributes:
-        forward: seconds.
-        backward: seconds.
-        near: rows of its domain.
-        far: rows of other domains.
-    """
-
-    forward: float
-    backward: float
-    near: float
-    far: float
+    forward: float  # seconds
+    backward: float  # seconds
+    near: float  # rows of its domain
+    far: float  # rows of other domains
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """One attention over all ranks.
+    """One attention over all ranks."""
 
-    Attributes:
-        mask: a name in the library.
-        documents: their lengths.
-        slices: the mask.
-        cp: number of ranks.
-        domain: ranks of a domain.
-        heads: of queries, and of keys and values.
-        cost: rates of the kernel on this mask, and of links.
-    """
-
-    mask: str
-    documents: Sequence[int]
-    slices: AttnSlices
-    cp: int
-    domain: int
-    heads: tuple[int, int]
-    cost: CostModel
+    mask: str  # a name in the library
+    documents: Sequence[int]  # their lengths
+    slices: AttnSlices  # the mask
+    cp: int  # number of ranks
+    domain: int  # ranks of a domain
+    heads: tuple[int, int]  # of queries, and of keys and values
+    cost: CostModel  # rates of the kernel on this mask, and of links
 
     @property
     def tokens(self) -> int:
@@ -96,7 +73,7 @@ class Work:
     @cached_property
     def known(self) -> list[int]:
         """The documents that the mask knows, or the whole sequence."""
-        knows = DOCUMENT_MASKS.get(self.mask, True)
+        knows = strategies.DOCUMENT_MASKS.get(self.mask, True)
         return list(self.documents) if knows else [self.slices.seqlen_q]
 
     @cached_property
@@ -184,10 +161,17 @@ def ulysses(work: Work) -> Prediction:
 # Rings
 
 
-def on_mesh(work: Work, mesh: Mesh) -> Prediction:
+ON_MESH = (
+    *(strategies.RingP2P, strategies.Usp, strategies.LoongTrain),
+    strategies.LoongTrainContextFirst,
+)
+
+
+def on_mesh(work: Work, strategy: type[strategies.OnMesh]) -> Prediction:
     """A zigzag ring, or a ring of windows, of ranks that share heads."""
-    if work.mask not in DOCUMENT_MASKS:
-        return f"takes {', '.join(DOCUMENT_MASKS)}"
+    mesh = strategy.mesh_of(work.cp, work.heads[1])
+    if work.mask not in strategies.DOCUMENT_MASKS:
+        return f"takes {', '.join(strategies.DOCUMENT_MASKS)}"
     places, heads = range(mesh.ring), range(mesh.ulysses)
     there, back, near, far = _exchanges(work, [[mesh.rank(i, j) for j in heads] for i in places])
     windows = [places[i : i + mesh.window] for i in places[:: mesh.window]]
@@ -216,29 +200,10 @@ def on_mesh(work: Work, mesh: Mesh) -> Prediction:
     return Predicted(seconds[0], seconds[1], near, far)
 
 
-def ring(work: Work) -> Prediction:
-    return on_mesh(work, Mesh(1, 1, work.cp))
-
-
-def usp(work: Work) -> Prediction:
-    shared = largest_ulysses(work.cp, work.heads[1], 2)
-    return on_mesh(work, Mesh(shared, 1, work.cp // shared))
-
-
-def loongtrain(work: Work, *, head_first: bool = True) -> Prediction:
-    shared = largest_ulysses(work.cp, work.heads[1], 4)
-    window = widest_window(work.cp // shared)
-    return on_mesh(work, Mesh(shared, work.cp // shared // window, window, head_first))
-
-
-def loongtrain_context_first(work: Work) -> Prediction:
-    return loongtrain(work, head_first=False)
-
-
 def hybrid_cp(work: Work) -> Prediction:
     """Rounds of groups of ranks, each with documents of its own in one ring; a round is as long as its slowest."""
-    if work.mask not in DOCUMENT_MASKS:
-        return f"takes {', '.join(DOCUMENT_MASKS)}"
+    if work.mask not in strategies.DOCUMENT_MASKS:
+        return f"takes {', '.join(strategies.DOCUMENT_MASKS)}"
     is_causal, total, most_rows = work.mask.endswith("causal"), [0.0, 0.0], 0.0
     for groups in best_schedule(work.known, work.cp, work.tokens):
         ends = list(accumulate(group.size for group in groups))
@@ -284,7 +249,11 @@ def _zigzag(work: Work) -> float:
 
 def ring_all_gather(work: Work) -> Prediction:
     """Keys come in parts of the heads; a part is computed while the next one comes."""
-    rows, parts, imbalance = _gathered(work), math.gcd(work.heads[1], GATHERS), _zigzag(work)
+    rows, parts, imbalance = (
+        _gathered(work),
+        math.gcd(work.heads[1], strategies.GATHERS),
+        _zigzag(work),
+    )
     part = work.seconds(*(x / parts for x in rows))
     seconds = []
     for which in (0, 1):
@@ -328,14 +297,11 @@ def _ours(work: Work, loads: StageLoads, *, relayed: bool | None) -> Prediction:
     return Predicted(forward.seconds, backward.seconds, near, far)
 
 
-#: The strategies of others by name, in the order of `magi-bench ranks`.
+#: The strategies of others by name.
 OTHERS: dict[str, Callable[[Work], Prediction]] = {
     "ulysses": ulysses,
-    "ring": ring,
+    **{x.name: partial(on_mesh, strategy=x) for x in ON_MESH},
     "ring-all-gather": ring_all_gather,
-    "usp": usp,
-    "loongtrain": loongtrain,
-    "loongtrain-context-first": loongtrain_context_first,
     "hybrid-cp": hybrid_cp,
     "torch-head-tail": torch_head_tail,
 }
@@ -344,15 +310,7 @@ OURS: dict[str, bool | None] = {"magi": None, "magi-flat": False, "magi-hierarch
 
 
 def predict(work: Work, names: Iterable[str] = (*OURS, *OTHERS)) -> dict[str, Prediction]:
-    """Predicts strategies, or says why they cannot run.
-
-    Args:
-        work: the attention.
-        names: of `OURS` and `OTHERS`.
-
-    Returns:
-        By name, in that order.
-    """
+    """Predicts strategies of `OURS` and `OTHERS` by name, or says why they cannot run."""
     names, loads = list(names), None
     if OURS.keys() & names:
         loads = loads_of(work)

@@ -51,19 +51,12 @@ class Check(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a contender, forward and backward; its graph is kept for further backward passes.
+    """One call of a contender, forward and backward; its graph is kept for further backward passes."""
 
-    Attributes:
-        leaves: q, k and v in the contender's layout.
-        dout: in that layout too.
-        out: as the contender returned it.
-        grads: of the leaves; none of a contender without a backward.
-    """
-
-    leaves: list[Tensor]
-    dout: Tensor
-    out: Tensor
-    grads: tuple[Tensor, ...]
+    leaves: list[Tensor]  # q, k and v in the contender's layout
+    dout: Tensor  # in that layout too
+    out: Tensor  # as the contender returned it
+    grads: tuple[Tensor, ...]  # of the leaves; none of a contender without a backward
 
 
 def run(attend: Attend, contender: Kernel, inputs: Inputs) -> Call:
@@ -103,6 +96,15 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
     actual, exact = actual.detach().double(), exact.detach().double()
     error = float((actual - exact).norm() / exact.norm())
     return error if error == error else float("inf")
+
+
+def weigh(scores: Tensor, visible: Tensor | None, v: Tensor) -> Tensor:
+    """Dense attention by its scores; rows that see nothing give 0."""
+    if visible is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    sees_something = visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(~visible & sees_something, -torch.inf)
+    return scores.softmax(-1).masked_fill(~sees_something, 0.0).to(v.dtype) @ v
 
 
 def exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
+
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of `function` for Dynamo, which keeps what it compiled, for all backends, with a function's code."""
@@ -19,3 +21,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    """torch.compile for static shapes, with code of its own for Dynamo to guard."""
+    return torch.compile(with_own_code(function), dynamic=False, **options)

@@ -18,16 +18,10 @@ from magi_bench.contenders.base import Contender
 from magi_bench.gate import Check
 from magi_bench.results.rows import Row
 from magi_bench.workloads.workload import Workload, build
+from magi_compile import masks
 from magi_compile.dtensor import HostPlan, plan
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.kernels.heuristics import PlanTiles
-from magi_compile.masks import (
-    AttnSlices,
-    padded_slices_from_intervals,
-    row_intervals,
-    slices_from_intervals,
-    trace_mask_mod,
-)
 from magi_compile.plan.tiles import build_tile_plan
 
 RANKS = 4
@@ -35,21 +29,23 @@ TILES = PlanTiles(q_tile_rows=128, q_block_cols=128, k_tile_rows=128, k_block_co
 QUICK = {"tokens": [8192], "rounds": 2, "turn_ms": 5.0}
 
 
-def to_slices(workload: Workload, device: str) -> AttnSlices:
+def to_slices(workload: Workload, device: str) -> masks.AttnSlices:
     """As an eager call does it: of any number."""
-    return slices_from_intervals(_intervals(workload, device))
+    return masks.slices_from_intervals(_intervals(workload, device))
 
 
-def to_padded_slices(workload: Workload, device: str) -> AttnSlices:
+def to_padded_slices(workload: Workload, device: str) -> masks.AttnSlices:
     """As a compiled graph does it: of a number that the shapes say."""
     capacity = workload.case.seqlen // 16 + 256
-    return padded_slices_from_intervals(_intervals(workload, device), capacity)[0]
+    return masks.padded_slices_from_intervals(_intervals(workload, device), capacity)[0]
 
 
 def _intervals(workload: Workload, device: str) -> Any:
-    program, tables, _ = trace_mask_mod(workload.mask_mod)
+    program, tables, _ = masks.trace_mask_mod(workload.mask_mod)
     seqlen = workload.case.seqlen
-    return row_intervals(program, tables, batch=1, seqlen_q=seqlen, seqlen_k=seqlen, device=device)
+    return masks.row_intervals(
+        program, tables, batch=1, seqlen_q=seqlen, seqlen_k=seqlen, device=device
+    )
 
 
 class Conversion(Contender):
@@ -57,7 +53,7 @@ class Conversion(Contender):
 
     is_alone = True
 
-    def __init__(self, name: str, label: str, convert: Callable[[Workload, str], AttnSlices]):
+    def __init__(self, name: str, label: str, convert: Callable[[Workload, str], masks.AttnSlices]):
         self.name, self.label, self._convert = name, label, convert
 
     def prepare(self, problem: Workload, case: Case) -> Ready:
@@ -159,19 +155,16 @@ class Plans(runner.Suite):
 
     title = "Masks to slices, slices to tile plans"
     notes = (
-        "Milliseconds of wall time: medians over rounds in which everything takes turns. Plans "
-        "are of tiles of 128 by 128 and 128 by 64."
+        "Milliseconds of wall time: medians over rounds in which everything takes turns. Plans are of tiles of 128 by "
+        "128 and 128 by 64."
     )
+    everyone = CONTENDERS
     build = staticmethod(lru_cache(1)(build))
 
     def cases(self) -> Iterator[Case]:
         for tokens in self.settings.tokens:
             for mask in self.settings.masks:
                 yield self.settings.case("plans", mask, tokens, which="plan")
-
-    def contenders(self, case: Case) -> Sequence[Contender]:
-        asked = self.settings.contenders
-        return [x for x in CONTENDERS if asked is None or x.name in asked]
 
     def problem(self, case: Case, contender: Contender) -> Workload:
         made = self.build(case, self.settings.device)
@@ -189,18 +182,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", nargs="+", choices=names, metavar="NAME")
     parser.add_argument("--threads", type=arguments.count, default=1, help="of PyTorch")
     masks = ["document_causal", "block_diffusion"]
-    wanted = (
-        "tokens",
-        "masks",
-        "lengths",
-        "device",
-        "rounds",
-        "turn_ms",
-        "seconds",
-        "seed",
-        "quick",
-        "out",
-    )
+    places = ("tokens", "masks", "lengths", "device", "seed")
+    wanted = (*places, "rounds", "turn_ms", "seconds", "quick", "out")
     arguments.add(parser, wanted, tokens=[8192, 131072, 1 << 20], masks=masks)
     parser.set_defaults(command=run)
 

@@ -31,30 +31,15 @@ class _Running(NamedTuple):
 
 
 class Process:
-    """A process of Python that answers requests. It starts at the first one, and again after it was lost or spent.
-
-    Args:
-        arguments: of Python.
-        environment: None: that of this process.
-    """
+    """A process of Python that answers requests. It starts at the first one, and again after it was lost or spent."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None):
         self._command, self._environment = [sys.executable, *arguments], environment
         self._running: _Running | None = None
 
     def ask(self, request: dict[str, Any], limit_s: float) -> Any:
-        """Asks the worker, which is started if it does not run, and waits for its answer.
-
-        Args:
-            request: JSON; `op` says what is asked for.
-            limit_s: seconds until the worker is stopped.
-
-        Returns:
-            The answer, JSON.
-
-        Raises:
-            WorkerLost: it died, or took longer than `limit_s` and was stopped.
-        """
+        """Asks the worker, which is started if it does not run, and waits for its answer. WorkerLost: it died, or
+        took longer than `limit_s` and was stopped."""
         self._running = self._running or _start(self._command, self._environment)
         requests = self._running.requests
         try:
@@ -98,21 +83,10 @@ class Process:
         return WorkerLost("crash", f"{cause}: {lines[-1][:200] if lines else 'no output'}")
 
 
-class Worker(Process):
-    """One contender's process."""
-
-    def __init__(self, contender: str, device: str, gate_seqlen: int):
-        module = "magi_bench.kernel.worker"
-        super().__init__(["-m", module, contender, device, str(gate_seqlen)])
-
-
 def serve(start: Callable[[], Callable[[dict[str, Any]], tuple[Any, bool]]]) -> None:
-    """A worker's end: JSON requests on stdin, a JSON line `{"answer": ..., "spent": ...}` each on stdout.
-
-    Args:
-        start: makes the function of a request that gives the answer, and whether the process is spent: it has lost its
-            GPU and must be replaced. What anybody prints goes to standard error from before that, also from C.
-    """
+    """A worker's end: JSON requests on stdin, a JSON line `{"answer": ..., "spent": ...}` each on stdout. `start`
+    makes the function of a request that gives the answer, and whether the process is spent: it has lost its GPU and
+    must be replaced. What anybody prints goes to standard error from before that, also from C."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     answer_of = start()

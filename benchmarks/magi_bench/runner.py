@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import gc
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 import magi_compile
 from magi_bench import arguments
-from magi_bench.cases import Case, format_length
+from magi_bench.cases import PASS_TITLES, Case, format_length
 from magi_bench.clock import ALONE, Alone, Ready, Turns, in_turns, wait, warm_up, work_of
 from magi_bench.contenders.base import Contender
 from magi_bench.process import WorkerLost
@@ -28,57 +27,47 @@ from magi_bench.timing import summary
 from magi_compile.lowering.report import Decision, lowering_report
 
 # What no contender should end in.
-FAULTS = ("wrong", "error", "oom")
+FAULTS = ("wrong", "error", "oom", "crash")
 # What times may take of a run's seconds on a GPU, where kernels are counted after them.
 TIMING_SHARE = 0.9
 # What the turns of a contender's calls without moves have behind its name.
 WITHOUT_MOVES = " without moves"
 
 
-class Suite(ABC):
-    """The measurement of a command.
+class Suite:
+    """The measurement of a command."""
 
-    Args:
-        settings: of the run.
-        world: who is timed together.
-
-    Attributes:
-        title: of its report.
-        notes: what the report says of its numbers.
-        counts_work: whether kernels and launches of a call are counted on a GPU, after everything else. What was
-            compiled is kept until then.
-        has_peak: whether rows have the memory that a call takes at most, beyond what is there before it.
-        shares_graphs: whether cases of one length share graphs, so that only the first of them says how it was lowered.
-        counts_weights: whether that memory has what is there before it, too.
-        may_recompile: whether graphs that are compiled again are no fault; those of the warm-up count as well.
-    """
-
-    title: str
-    notes: str
+    title: str  # of its report
+    notes: str  # what the report says of its numbers
+    everyone: Sequence[Contender] = ()  # who can take part
+    # Kernels and launches of a call are counted on a GPU, after everything else; what was compiled is kept until then.
     counts_work = False
-    has_peak = False
+    has_peak = (
+        False  # rows have the memory that a call takes at most, beyond what is there before it
+    )
+    counts_weights = False  # and that memory has what is there before it, too
+    # Cases of one length share graphs, so that only the first of them says how it was lowered.
     shares_graphs = False
-    counts_weights = False
-    may_recompile = False
+    may_recompile = False  # graphs that are compiled again are no fault; those of the warm-up count
 
     def __init__(self, settings: Settings, world: Alone = ALONE):
         self.settings, self.world = settings, world
 
-    @abstractmethod
     def cases(self) -> Iterator[Case]:
         """In the order in which they run."""
+        yield from ()
 
-    @abstractmethod
     def contenders(self, case: Case) -> Sequence[Contender]:
-        """Who takes part."""
+        """Who takes part: everyone, or those that are asked for."""
+        asked = self.settings.contenders
+        return [x for x in self.everyone if asked is None or x.name in asked]
 
-    @abstractmethod
     def problem(self, case: Case, contender: Contender) -> Any:
         """The inputs of contenders beside the case: tensors, masks, and the truth."""
 
-    @abstractmethod
     def place(self, case: Case) -> Row:
         """`group`, the heading of a case in reports, and `what`, its line."""
+        return {"group": PASS_TITLES[case.which], "what": case.mask_label}
 
     def kind(self, case: Case) -> Hashable:
         """Cases of one kind take a contender about as long, or longer at a larger length."""
@@ -92,22 +81,16 @@ class Suite(ABC):
         """The fields of the run's record beside its provenance."""
         return {}
 
-    def done(self) -> None:  # noqa: B027
+    def done(self) -> None:
         """After each case."""
 
-    def rest(self, runner: Runner) -> None:  # noqa: B027
+    def rest(self, runner: Runner) -> None:
         """Rows that take no turns, after all cases."""
 
 
 class Runner:
-    """One run, seen from one rank. All ranks come to the same decisions; the first one writes and speaks.
-
-    Args:
-        suite: what is measured.
-        command: how the run was started, for the record.
-        output: a path; .jsonl and .md are added to its name. None writes nothing.
-        say: takes lines of progress.
-    """
+    """One run, seen from one rank. All ranks come to the same decisions; the first one speaks, and writes .jsonl and
+    .md behind the name of `output`."""
 
     def __init__(
         self,
@@ -148,11 +131,7 @@ class Runner:
         return self.limit_s - self.elapsed
 
     def run(self) -> list[Row]:
-        """Measures all cases and writes after each.
-
-        Returns:
-            The rows: one for each case and contender, with a status of `rows.STATUSES`.
-        """
+        """Measures all cases and writes after each; gives a row for each case and contender."""
         for case in self.suite.cases():
             self._measure(case)
         self.suite.rest(self)
@@ -431,36 +410,25 @@ def fault(row: Row) -> str:
     return f"{where(Case.from_json(row['case']))}, {row['contender']}: {what}"
 
 
-def conclude(
-    rows: Sequence[Row],
-    output: Path | None,
-    say: Callable[[str], None],
-    may_recompile: bool = False,
-) -> int:
-    """Says what is wrong with rows and how many have times.
-
-    Args:
-        rows: of a run.
-        output: where they were written.
-        say: takes lines.
-        may_recompile: whether that is no fault.
-
-    Returns:
-        1 if ours was wrong or failed, or if anybody was compiled again while time was taken.
-    """
+def conclude(done: Runner) -> int:
+    """Says what is wrong with rows and how many have times; 1 if ours was wrong or failed, or if anybody was compiled
+    again while time was taken and that is a fault."""
+    rows, may_recompile = done.rows, done.suite.may_recompile
     again = [row for row in rows if recompiled(row) and not may_recompile]
     for row in rows:
         if row["status"] in FAULTS or row in again:
-            say(fault(row))
+            done.say(fault(row))
     measured = sum("passes" in row for row in rows)
-    say(f"{measured} measured, {len(rows) - measured} not" + (f": {output}.md" if output else ""))
+    where = f": {done.output}.md" if done.output else ""
+    done.say(f"{measured} measured, {len(rows) - measured} not{where}")
     return int(bool(again) or any(x["is_ours"] and x["status"] in FAULTS for x in rows))
 
 
 def run(suite: Suite, command: Sequence[str], output: Path | None) -> int:
-    """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
+    """Measures; the exit code of `conclude`."""
     done = Runner(suite, command, output, arguments.say)
-    return conclude(done.run(), output, done.say, suite.may_recompile)
+    done.run()
+    return conclude(done)
 
 
 def run_command(suite: Suite, args: argparse.Namespace) -> int:

@@ -13,90 +13,46 @@ from magi_bench.timing import Protocol
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of all cases of a run; a command uses what it has an option for, under the same name.
+    """The settings of all cases of a run; a command uses what it has an option for, under the same name."""
 
-    Attributes:
-        device: "cuda" or "cpu".
-        dtype: of q, k and v, and of models.
-        tokens: of a packed sequence, across ranks of a rank; one length after another.
-        nheads_q: query heads.
-        nheads_kv: key-value heads; divides nheads_q.
-        head_dim: of q, k and v.
-        lengths: how documents are drawn.
-        masks: names in the library of masks.
-        passes: names in `cases.PASSES`.
-        contenders: only these; None for all.
-        rounds: how contenders take turns.
-        seconds: begin nothing that would end later.
-        seed: of inputs, documents, masks and weights.
-        gate_tokens: the longest sequence that results are checked at.
-        layers: `step`: how many attention calls the graphs of the group "layers" have.
-        train_layers: of models.
-        vocab: of models.
-        ffn_dim: of the hidden layer of an MLP; 0 for twice the width of the model.
-        rows: `step`: names of rows.
-        optimizer: `step`: whether a training step ends with one of AdamW.
-        mods: names in `mods.MODS`.
-        kernels: `mods`: of ours, asked for by name, beside the default choice.
-        peers: `mods`: names in `contenders.PEERS`.
-        mask_in_graph: `mods`: whether every call makes its BlockMask, in the function that is compiled; else it is made
-            before.
-        model: `ranks`: steps of a Llama in place of attention alone.
-        local_kernels: `ranks`: of strategies, names in `strategies.kernels.LOCAL_KERNELS`.
-        ulysses_degree: `ranks`: how many ranks share heads in strategies of two dimensions; 0 chooses by the heads.
-        window: `ranks`: the ranks of a window of a double ring; 0 chooses.
-        samplers: `ranks`: how documents are drawn, one after another, in place of `lengths`.
-        packs: `ranks`: of documents, for each mask that knows them, length and sampler.
-        exposed: `ranks`: whether strategies are timed without moves, too.
-        frameworks: `doors`: names in `doors.FRAMEWORKS`.
-        attentions: `doors`: `attn_implementation` of transformers.
-        modes: `doors`: "eager", "compiled".
-        cp_degrees: `doors`: ranks of torchtitan's context parallelism, one after another.
-        cuda_graphs: `doors`: whether torchtitan records them where it can, which is its default.
-        protocol: `kernel`, `sparse`: how a call is timed.
-        cell_limit: `kernel`, `sparse`: seconds after which a contender's case is given up.
-        jobs: `kernel`, `sparse`: how many contenders prove themselves at a time.
-    """
-
-    device: str
-    dtype: str = "bfloat16"
-    tokens: tuple[int, ...] = ()
-    nheads_q: int = 32
-    nheads_kv: int = 8
-    head_dim: int = 128
-    lengths: str = "seeds"
-    masks: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ("fwd", "fwdbwd")
-    contenders: tuple[str, ...] | None = None
-    rounds: Rounds = field(default_factory=Rounds)
-    seconds: float = float("inf")
-    seed: int = 42
-    gate_tokens: int = 2048
-    layers: tuple[int, ...] = (16,)
-    train_layers: int = 4
-    vocab: int = 32000
-    ffn_dim: int = 0
-    rows: tuple[str, ...] = ()
-    optimizer: bool = False
-    mods: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()
-    mask_in_graph: bool = False
-    model: bool = False
-    local_kernels: tuple[str, ...] = ("ours",)
-    ulysses_degree: int = 0
-    window: int = 0
-    samplers: tuple[str, ...] = ("seeds",)
-    packs: int = 1
-    exposed: bool = False
-    frameworks: tuple[str, ...] = ()
-    attentions: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ()
-    cp_degrees: tuple[int, ...] = (1, 2, 4)
-    cuda_graphs: bool = True
-    protocol: Protocol = field(default_factory=Protocol)
-    cell_limit: float = 120.0
-    jobs: int = 1
+    device: str  # "cuda" or "cpu"
+    dtype: str = "bfloat16"  # of q, k and v, and of models
+    tokens: tuple[int, ...] = ()  # of a sequence, across ranks of a rank; one after another
+    nheads_q: int = 32  # query heads
+    nheads_kv: int = 8  # key-value heads; divides nheads_q
+    head_dim: int = 128  # of q, k and v
+    lengths: str = "seeds"  # how documents are drawn
+    masks: tuple[str, ...] = ()  # names in the library of masks
+    passes: tuple[str, ...] = ("fwd", "fwdbwd")  # names in `cases.PASSES`
+    contenders: tuple[str, ...] | None = None  # only these; None for all
+    rounds: Rounds = field(default_factory=Rounds)  # how contenders take turns
+    seconds: float = float("inf")  # begin nothing that would end later
+    seed: int = 42  # of inputs, documents, masks and weights
+    gate_tokens: int = 2048  # the longest sequence that results are checked at
+    layers: tuple[int, ...] = (16,)  # `step`: attention calls of a graph of the group "layers"
+    train_layers: int = 4  # of models
+    vocab: int = 32000  # of models
+    ffn_dim: int = 0  # of the hidden layer of an MLP; 0 for twice the width of the model
+    rows: tuple[str, ...] = ()  # `step`: names of rows
+    mods: tuple[str, ...] = ()  # names in `mods.MODS`
+    kernels: tuple[str, ...] = ()  # `mods`: of ours, asked for by name, beside the default choice
+    peers: tuple[str, ...] = ()  # `mods`: names in `contenders.PEERS`
+    mask_in_graph: bool = False  # `mods`: whether every call makes its BlockMask, compiled
+    model: bool = False  # `ranks`: steps of a Llama in place of attention alone
+    local_kernels: tuple[str, ...] = ("ours",)  # `ranks`: names in `LOCAL_KERNELS`
+    ulysses_degree: int = 0  # `ranks`: how many share heads in two dimensions; 0 chooses
+    window: int = 0  # `ranks`: the ranks of a window of a double ring; 0 chooses
+    samplers: tuple[str, ...] = ("seeds",)  # `ranks`: one after another, in place of `lengths`
+    packs: int = 1  # `ranks`: of documents, for each mask that knows them, length and sampler
+    exposed: bool = False  # `ranks`: whether strategies are timed without moves, too
+    frameworks: tuple[str, ...] = ()  # `doors`: names in `doors.FRAMEWORKS`
+    attentions: tuple[str, ...] = ()  # `doors`: `attn_implementation` of transformers
+    modes: tuple[str, ...] = ()  # `doors`: "eager", "compiled"
+    cp_degrees: tuple[int, ...] = (1, 2, 4)  # `doors`: ranks of torchtitan's context parallelism
+    cuda_graphs: bool = True  # `doors`: whether torchtitan records them, which is its default
+    protocol: Protocol = field(default_factory=Protocol)  # `kernel`, `sparse`: how a call is timed
+    cell_limit: float = 120.0  # `kernel`, `sparse`: seconds after which a case is given up
+    jobs: int = 1  # `kernel`, `sparse`: how many contenders prove themselves at a time
 
     @classmethod
     def of(cls, args: argparse.Namespace, **more: Any) -> Settings:

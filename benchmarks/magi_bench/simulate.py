@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -61,21 +62,9 @@ def simulate(
     ulysses_rows: Callable[[int], float] | None = None,
     repeats: int = 3,
 ) -> Outcome:
-    """Plans `slices` for `cp_size` ranks and evaluates the plan.
-
-    Args:
-        slices: the mask.
-        cp_size: number of ranks.
-        strategy: a name in `dispatch.STRATEGIES`.
-        chunk_size: tokens of a chunk; None chooses it from the mask.
-        slack: as in `dispatch`.
-        cost: rates; those of 64:8 heads on H200s by default.
-        ulysses_rows: what Ulysses receives per rank, by the number of ranks; for 64:8 heads by default.
-        repeats: planning runs, of which the fastest counts.
-
-    Returns:
-        The figures.
-    """
+    """Plans `slices` for `cp_size` ranks by a strategy of `dispatch.STRATEGIES` and evaluates the plan; the fastest
+    of the planning runs counts. Rates are by default those of 64:8 heads on H200s, and `ulysses_rows` is what Ulysses
+    receives per rank."""
     cost = cost or CostModel.of_heads()
     ulysses_rows = ulysses_rows or ulysses_rows_of(64, 8)
     seconds = []
@@ -146,27 +135,18 @@ def lower_bound(where: Dispatch, slack: float) -> float:
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     """The mean of every figure over several packs; degrees are those of the first."""
-    first = outcomes[0]
-    values = {}
-    for item in fields(Outcome):
-        value = getattr(first, item.name)
-        if isinstance(value, float):
-            value = sum(getattr(x, item.name) for x in outcomes) / len(outcomes)
-        values[item.name] = value
-    return Outcome(**values)
+    values = {x.name: [getattr(one, x.name) for one in outcomes] for x in fields(Outcome)}
+    means = {k: mean(x) if isinstance(x[0], float) else x[0] for k, x in values.items()}
+    return Outcome(**means)
 
 
 def table_of(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as aligned text."""
-    names = [item.name for item in fields(Outcome)]
-    rows = [names]
-    for outcome in outcomes:
-        values = (getattr(outcome, name) for name in names)
-        rows.append([f"{x:.3f}" if isinstance(x, float) else str(x) for x in values])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
-    return "\n".join(
-        "  ".join(x.rjust(width) for x, width in zip(row, widths, strict=True)) for row in rows
-    )
+    rows = [
+        [f"{x:.3f}" if isinstance(x, float) else str(x) for x in vars(outcome).values()]
+        for outcome in outcomes
+    ]
+    return field_report.aligned([[item.name for item in fields(Outcome)], *rows])
 
 
 def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
@@ -177,30 +157,25 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, (traffic, efficiency) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    ranks = sorted({outcome.cp for outcome in outcomes})
     for strategy in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == strategy]
-        ranks = [outcome.cp for outcome in mine]
-        traffic.plot(ranks, [outcome.recv_mean for outcome in mine], marker="o", label=strategy)
-        efficiency.plot(ranks, [outcome.eff_fwd for outcome in mine], marker="o", label=strategy)
-    last = [outcome for outcome in outcomes if outcome.strategy == outcomes[-1].strategy]
-    ranks = [outcome.cp for outcome in last]
-    lines = {
-        "bound": (":", "least for equal work"),
-        "gather": ("--", "all-gather or ring"),
-        "ulysses": ("-.", "Ulysses"),
-    }
-    for name, (style, label) in lines.items():
-        values = [getattr(outcome, name) for outcome in last]
-        traffic.plot(ranks, values, style, color="grey", label=label)
+        traffic.plot(ranks, [x.recv_mean for x in mine], marker="o", label=strategy)
+        efficiency.plot(ranks, [x.eff_fwd for x in mine], marker="o", label=strategy)
+    for name, style, label in (
+        ("bound", ":", "least for equal work"),
+        ("gather", "--", "all-gather or ring"),
+        ("ulysses", "-.", "Ulysses"),
+    ):
+        traffic.plot(ranks, [getattr(x, name) for x in mine], style, color="grey", label=label)
     for axes in (traffic, efficiency):
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(count) for count in ranks])
         axes.set_xlabel("ranks")
     traffic.set(yscale="symlog", ylim=(0, None), ylabel="rows received / rows held")
     efficiency.set(ylim=(0, 1.05), ylabel="predicted forward efficiency")
-    figure.legend(
-        *traffic.get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
-    )
+    handles = traffic.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=7, frameon=False)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -246,13 +221,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--tflops", type=positive, default=600.0, help="of one rank's attention forward")
     option("--gbytes", type=positive, default=350.0, help="per second into one rank")
     option("--plot", type=Path, help="where to write a picture")
-    option(
-        "--preset", choices=("seeds",), help="predict every strategy of `ranks` on the seeds' masks"
-    )
+    words = "predict every strategy of `ranks` on the seeds' masks"
+    option("--preset", choices=("seeds",), help=words)
     option("--rank-tokens", type=arguments.length, default="8K", help="of a rank, with --preset")
-    option(
-        "--domain", type=_each(count), default="8,72", help="ranks with fast links, with --preset"
-    )
+    words = "ranks with fast links, with --preset"
+    option("--domain", type=_each(count), default="8,72", help=words)
     option("--gbytes-far", type=positive, default=50.0, help="per second between domains")
     option("--measured", type=Path, nargs="+", default=[], help="results to compare with")
     parser.set_defaults(command=run)

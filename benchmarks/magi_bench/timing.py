@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,29 +17,18 @@ SPIN_MARGIN = 1.5
 CYCLES_PER_MS = 2_000_000
 # Calls longer than this are steady: few repetitions tell what they cost, and neither L2 nor the host does.
 LONG_MS, LONG_REPS = 100.0, 3
-LEAST_MS_OF_A_ROUND = 3.0  # of an interleaved run
+MS_OF_A_TURN = 3.0  # of an interleaved run, about
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """The limits of time and of calls.
+    """The limits of time and of calls."""
 
-    Attributes:
-        budget_ms: about how long the repetitions of one pass may take together.
-        min_reps: repetitions at least, however long they take; `LONG_REPS` of calls beyond `LONG_MS`.
-        max_reps: repetitions at most.
-        flush_bytes: written to between repetitions on a GPU, so that inputs come from memory; 0 for a warm cache.
-        cuda_graph: also time replays of a CUDA graph, in which the host has no part.
-    """
-
-    budget_ms: float = 100.0
-    min_reps: int = 5
-    max_reps: int = 50
-    flush_bytes: int = 256 * 2**20
-    cuda_graph: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    budget_ms: float = 100.0  # about how long the repetitions of one pass may take together
+    min_reps: int = 5  # at least; `LONG_REPS` of calls beyond `LONG_MS`
+    max_reps: int = 50  # repetitions at most
+    flush_bytes: int = 256 * 2**20  # written between repetitions on a GPU; 0 for a warm cache
+    rounds: int = 1  # of turns that contenders take in one process; 1 times each by itself
 
     def reps(self, estimate_ms: float) -> int:
         wanted = int(self.budget_ms / max(estimate_ms, 1e-3))
@@ -49,17 +37,8 @@ class Protocol:
 
 
 def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[str, Any]:
-    """Times `run`, which has run before: what it compiles is compiled.
-
-    Args:
-        run: what is timed, without arguments.
-        device: "cuda" or "cpu".
-        protocol: how often and how long.
-
-    Returns:
-        `ms` (median), `p20_ms`, `p80_ms`, `reps`; on a GPU also `host_ms`, the time until a call returns,
-        `peak_bytes`, what it allocates at most, and `graph_ms` (a CUDA graph's replay) or `graph_error`.
-    """
+    """Times `run`, which has run before: what it compiles is compiled. Gives `ms` (median), `p20_ms`, `p80_ms`,
+    `reps`; on a GPU also `host_ms`, the time until a call returns, and `peak_bytes`, what it allocates at most."""
     if device == "cpu":
         return summary(_cpu_times(run, protocol))
     first = _first_call(run)
@@ -67,19 +46,15 @@ def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[
     reps, flush = protocol.reps(first_ms), _flush_buffer(protocol)
     times = [first_ms] if first_ms > LONG_MS else []
     times += _gpu_times(run, reps - len(times), first["host_ms"], flush)
-    result = {**first, **summary(times)}
-    if protocol.cuda_graph:
-        result |= _graph(run, reps, flush)
-    return result
+    return {**first, **summary(times)}
 
 
-def of_one_round(run: Callable[[], object], device: str, protocol: Protocol) -> float:
-    """Milliseconds of a call: the median of a few behind each other."""
+def of_turn(run: Callable[[], object], device: str, protocol: Protocol, calls: int) -> float:
+    """Milliseconds of one of `calls` behind each other, the median."""
     if device == "cpu":
-        return _wall_ms(run)
-    first = _first_call(run)
-    calls = max(1, math.ceil(LEAST_MS_OF_A_ROUND / (first["host_ms"] + first["wait_ms"])))
-    return statistics.median(_gpu_times(run, calls, first["host_ms"], _flush_buffer(protocol)))
+        return statistics.median(_wall_ms(run) for _ in range(calls))
+    host_ms = _first_call(run)["host_ms"]
+    return statistics.median(_gpu_times(run, calls, host_ms, _flush_buffer(protocol)))
 
 
 def matmul_tflops(device: str, protocol: Protocol) -> float:
@@ -154,21 +129,3 @@ def _first_call(run: Callable[[], object]) -> dict[str, Any]:
     wait_ms = _wall_ms(torch.cuda.synchronize)
     peak_bytes = torch.cuda.max_memory_allocated() - before
     return {"peak_bytes": peak_bytes, "host_ms": host_ms, "wait_ms": wait_ms}
-
-
-def _graph(run: Callable[[], object], reps: int, flush: torch.Tensor | None) -> dict[str, Any]:
-    try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Autograd's thread works on the captured stream too; what else it does is its own affair.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            run()
-        times = _gpu_times(graph.replay, reps, 0.1, flush)
-    except RuntimeError as error:  # not every contender can be captured
-        torch.cuda.synchronize()
-        return {"graph_error": str(error).splitlines()[0][:200]}
-    return {"graph_ms": statistics.median(times)}

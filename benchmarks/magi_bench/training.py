@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from magi_bench.clock import ALONE, Ahead, Alone, Ready
 from magi_bench.gate import Check, truth_of_step
 from magi_bench.settings import Settings
-from magi_bench.workloads.llama import Llama, Shape
-from magi_bench.workloads.packs import Pack
+from magi_bench.workloads.llama import Llama, Pack, Shape
 
 
 def build(
@@ -35,35 +34,17 @@ def checked_parameters(model: Llama) -> list[Tensor]:
     return [model.get_parameter(f"blocks.{at}.qkv.weight") for at in (0, len(model.blocks) - 1)]
 
 
-@contextmanager
-def as_it_is(arguments: Any) -> Iterator[Any]:
-    """Returns the mask as it is: the model takes what is made before a step."""
-    yield arguments
-
-
 def steps(
     model: Llama,
     loss_of: Callable[..., Tensor],
     ahead: Ahead,
     which: str,
-    around: Callable[[Any], AbstractContextManager[Sequence[Any]]] = as_it_is,
+    around: Callable[[Any], AbstractContextManager[Sequence[Any]]] = nullcontext,
     world: Alone = ALONE,
-    optimizer: torch.optim.Optimizer | None = None,
 ) -> Ready:
-    """The loss without gradients, or steps.
-
-    Args:
-        model: whose weights have gradients.
-        loss_of: of the model and what `around` gives.
-        ahead: a pack for each call.
-        which: "fwd", or "fwdbwd" for steps.
-        around: a context around forward and backward.
-        world: the ranks, over which loss and gradients are added up.
-        optimizer: what ends a step, if anything.
-
-    Returns:
-        What is called; it returns the loss, and of a step also the gradients that are checked.
-    """
+    """The loss without gradients, or steps, for "fwdbwd", which also return the gradients that are checked. `ahead`
+    has a pack for each call, and `around` is a context around forward and backward that gives the arguments of
+    `loss_of`."""
 
     def forward() -> Sequence[Tensor]:
         with around(ahead.next()) as arguments, torch.no_grad():
@@ -79,8 +60,6 @@ def steps(
             assert weight.grad is not None
             world.total(weight.grad)
         gradients = [x.grad for x in checked_parameters(model) if x.grad is not None]
-        if optimizer is not None:
-            optimizer.step()
         return [world.total(loss.detach()), *gradients]
 
     ahead.renew(1)

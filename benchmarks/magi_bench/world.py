@@ -20,15 +20,7 @@ TIMEOUT = datetime.timedelta(minutes=5)
 
 
 class World(Alone):
-    """All ranks, seen from one of them. A group is there already.
-
-    Args:
-        kind: "cuda" or "cpu".
-
-    Attributes:
-        mesh: all ranks, of one dimension.
-        device: of this rank.
-    """
+    """All ranks in a `mesh` of one dimension, seen from one of them with its `device`. A group is there already."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -64,18 +56,8 @@ def is_launched() -> bool:
 
 
 def start(function: Callable[..., int], num_ranks: int, kind: str, *arguments: Any) -> int:
-    """Runs `function(world, *arguments)` on all ranks: those that torchrun has started,
-    or else `num_ranks` new processes.
-
-    Args:
-        function: of the ranks and `arguments`; gives an exit code.
-        num_ranks: how many processes to start, where torchrun has started none.
-        kind: "cuda" or "cpu".
-        *arguments: can be pickled.
-
-    Returns:
-        The largest number that a rank returned; a rank that raised raises here.
-    """
+    """Runs `function(world, *arguments)`, which gives an exit code, on all ranks: those that torchrun has started, or
+    else `num_ranks` new processes. Gives the largest; a rank that raised raises here."""
     if is_launched():
         local, size = (int(os.environ[f"LOCAL_{x}"]) for x in ("RANK", "WORLD_SIZE"))
         return _run(local, None, size, kind, function, arguments)

@@ -5,11 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from magi_bench import contenders
 from magi_bench.cases import Case
 from magi_bench.cli import main
 from magi_bench.report import markdown, tables, write_report
-from magi_bench.report.svg import Axis
 from magi_bench.report.tables import groups
 from magi_bench.results import rows
 
@@ -52,14 +50,11 @@ def test_interleaved_contenders_are_rows_like_others(tmp_path, capsys):
     assert len(rows.load([path]).rows) == 3
 
 
-def test_a_row_of_ours_that_failed_is_exit_code_1(tmp_path, capsys, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(type(contenders.load("magi-cpu")), "prepare", broken)
-    run = [*ONE_CASE, "--interleaved", "2", "--passes", "fwd", "--contenders", "magi-cpu", "naive"]
+def test_a_row_of_ours_that_failed_is_exit_code_1(tmp_path, capsys):
+    """A worker that is stopped at once costs a row each."""
+    run = [*ONE_CASE, "--passes", "fwd", "--contenders", "magi-cpu", "--cell-limit", "0.001"]
     assert main([*run, "--output", str(tmp_path / "results.jsonl")]) == 1
-    assert "1 measured, 1 failed, 0 not run" in capsys.readouterr().out
+    assert "0 measured, 1 failed, 0 not run" in capsys.readouterr().out
 
 
 def test_an_old_file_is_not_overwritten(results, capsys):
@@ -81,7 +76,7 @@ def test_report(results, tmp_path, capsys):
     assert main(["report", str(results), "--output", str(output), *words]) == 0
     page, text = (output.with_suffix(suffix).read_text() for suffix in (".html", ".md"))
     assert "<h1>A &amp; B</h1>" in page
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 1
     assert not re.search(r"<script|https?://|@import|<link", page)
     assert "| document causal | 256 |" in text
     assert "magi_compile (CPU)" in text
@@ -93,7 +88,7 @@ def test_report(results, tmp_path, capsys):
 
 
 def test_report_of_several_runs():
-    """What they have in common is said once; the best matmul is the roofline of all."""
+    """What they have in common is said once; of matmuls the best."""
     case = Case("kernel", "causal", 1024, 64, 8, 128)
     runs = {
         name: {
@@ -108,17 +103,17 @@ def test_report_of_several_runs():
         for name, day, version, matmul in (("b", 2, "1", 700.0), ("a", 1, "2", 800.0))
     }
     runs["unused"] = {"run": "unused", "device": "other"}
-    row = {"case": case.to_json(), "contender": "naive", "status": "ok"}
+    row = {"case": case.to_json(), "contender": "naive", "label": "n", "is_ours": False}
+    row["status"] = "ok"
     results = rows.Results(runs, {name: row | {"run": name} for name in "ba"})
     facts = dict(tables.facts(results))
     assert facts["device"] == "d"
     assert facts["software"] == "driver 5, p 1 or 2"
     assert facts["timing"] == "median of 3 to 5 calls within about 2 ms"
-    header, lines = tables.run_table(results)
+    assert facts["large matmul"] == "800 TFLOP/s"
+    _, header, lines, _ = tables.run_table(results)
     assert [line[header.index("matmul, TFLOP/s")] for line in lines] == ["800", "700"]
     assert [line[header.index("measured")] for line in lines] == ["1", "1"]
-    (group,) = groups(results)
-    assert tables.roofline(group, results) == 800.0
 
 
 def test_report_of_some_contenders(results, tmp_path):
@@ -147,9 +142,9 @@ def test_readme_table(results, tmp_path):
 def test_wrong_results_are_never_drawn(results, tmp_path):
     loaded = rows.load([results])
     row = loaded.rows[next(key for key in loaded.rows if key.endswith("naive"))]
-    row["passes"]["fwd"]["ms"] = 98765.0  # what no other contender takes
+    row["passes"]["fwd"]["tflops"] = 98765.0  # what no other contender reaches
     _, page = write_report(loaded, tmp_path / "right", "right")
-    drawn = f"{98765.0:.4g} ms"
+    drawn = ">98765<"
     assert drawn in page.read_text()
     del row["passes"]
     row |= {"status": "wrong", "reason": "dq: relative error 1"}
@@ -165,7 +160,8 @@ def test_presets_in_one_file_are_reported_apart(tmp_path):
     for lengths in ("seeds", "longca", "blocks"):
         case = Case("kernel", "block_causal_document", 1024, 64, 8, 128, lengths=lengths)
         row = {"run": "1", "key": case.key, "contender": "naive", "status": "ok"}
-        rows.append(path, "row", row | {"case": case.to_json()})
+        row |= {"label": "naive PyTorch", "is_ours": False, "case": case.to_json()}
+        rows.append(path, "row", row)
     found = groups(rows.load([path]))
     assert [(group.documents, len(group.rows)) for group in found] == [("seeds", 1), ("longca", 2)]
     assert found[1].title.startswith("Kernels, longca, heads 64:8")
@@ -245,11 +241,6 @@ def test_masks(tmp_path, capsys):
     assert "<svg" in picture.read_text()
 
 
-@pytest.mark.parametrize(("largest", "top"), [(1.0, 1.25), (700.0, 800.0), (0.03, 0.04)])
-def test_axes_end_on_round_numbers(largest, top):
-    assert Axis.covering(largest).top == pytest.approx(top)
-
-
 CHART = ["--seqlen", "256", "--masks", "document_causal", "--contenders", "magi-cpu", "naive"]
 
 
@@ -263,7 +254,7 @@ def test_chart(results, tmp_path):
         for row in rows.load([results]).rows.values()
     }
     for value in (x for found in speeds.values() for x in found):
-        assert tables.number(value) in texts
+        assert tables.number(value if "TFLOP/s, more" in str(texts) else 1e3 * value) in texts
     bars = [node for node in root.iter("{http://www.w3.org/2000/svg}rect") if node.get("x")]
     assert len(bars) == 2 + 4  # in the legend, and in the two panels
     heights = [float(bar.get("height")) for bar in bars[2:]]

@@ -1,15 +1,16 @@
 """The models of strategies: what is known in closed form, and the command that sets them beside measurements."""
 
 import argparse
-import json
 
 import pytest
 import torch
 
 from magi_bench import simulate as command
+from magi_bench.cases import Case
 from magi_bench.cli import main
 from magi_bench.field import OTHERS, OURS, Predicted, Work, predict
 from magi_bench.field_report import compare, measured_in
+from magi_bench.results.rows import Ledger
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.masks.library import MASKS
 
@@ -89,19 +90,18 @@ RATES = argparse.Namespace(gbytes=350.0, gbytes_far=50.0)
 
 
 def results(path, contenders):
-    settings = {"nheads_q": 64, "nheads_kv": 8, "lengths": "seeds", "seed": 42}
-    rows = [
-        {"mask": "causal", "tokens": 8192, "pass": which, "contender": name, "tflops": tflops}
-        for name, both in contenders.items()
-        for which, tflops in zip(("fwd", "fwdbwd"), both, strict=True)
-    ]
-    path.write_text(json.dumps({"context": {"ranks": 4, "settings": settings}, "rows": rows}))
+    ledger = Ledger(path)
+    ledger.begin({"device": "d"})
+    for name, both in contenders.items():
+        for which, tflops in zip(("fwd", "fwdbwd"), both, strict=True):
+            case = Case("ranks", "causal", 8192, *HEADS, 128, which=which, ranks=4)
+            ledger.add(case, name, {"status": "ok", "passes": {which: {"tflops": tflops}}})
     return path
 
 
 def test_what_is_measured_is_predicted_from_one_gpu(tmp_path):
     names = {"one-rank": (700.0, 620.0), "magi": (690.0, 600.0), "unknown": (1.0, 1.0)}
-    rows = list(measured_in(results(tmp_path / "ranks.json", names), RATES))
+    rows = list(measured_in(results(tmp_path / "ranks.jsonl", names), RATES))
     assert [(x.name, x.which, x.tflops) for x in rows] == [
         ("magi", "fwd", 690),
         ("magi", "fwdbwd", 600),
@@ -113,14 +113,13 @@ def test_what_is_measured_is_predicted_from_one_gpu(tmp_path):
     assert "mean error" in told
     # Without links and imbalance it is the rate of one GPU.
     alone = argparse.Namespace(gbytes=1e9, gbytes_far=1e9)
-    forward, both = (x.predicted() for x in measured_in(tmp_path / "ranks.json", alone))
+    forward, both = (x.predicted() for x in measured_in(tmp_path / "ranks.jsonl", alone))
     assert forward == pytest.approx(700, rel=0.05)
     assert both == pytest.approx(620, rel=0.05)
 
 
 def test_other_files(tmp_path):
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps({"context": {}, "rows": [{}]}))
+    path = results(tmp_path / "other.jsonl", {"magi": (1.0, 1.0)})
     with pytest.raises(ValueError, match="`--measured` must be results of `magi-bench ranks`"):
         list(measured_in(path, RATES))
 
@@ -129,7 +128,7 @@ def test_command(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "field.png"
     names = {"one-rank": (700.0, 620.0), "magi": (690.0, 600.0)}
-    measured = results(tmp_path / "ranks.json", names)
+    measured = results(tmp_path / "ranks.jsonl", names)
     arguments = f"--preset seeds --cp 4,8 --domain 4 --rank-tokens 2K --measured {measured} --plot {picture}"
     threads = torch.get_num_threads()
     try:

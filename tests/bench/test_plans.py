@@ -25,9 +25,9 @@ def test_every_case_has_a_time_or_a_reason():
 
 
 def test_a_wrong_conversion_is_caught(monkeypatch):
-    other = plans.AttnSlices.full(512)
+    other = plans.masks.AttnSlices.full(512)
     wrong = plans.Conversion("slices", "slices", lambda workload, device: other)
-    monkeypatch.setattr(plans, "CONTENDERS", (wrong,))
+    monkeypatch.setattr(plans.Plans, "everyone", (wrong,))
     assert [row["status"] for row in rows_of(plans.Plans(SMALL))] == ["wrong"] * 2
 
 

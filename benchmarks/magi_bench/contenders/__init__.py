@@ -19,22 +19,18 @@ CONTENDERS: dict[str, str] = {
     "magi-flex": "flex:MagiFlex",
     "fa4": "flash_attention:FlashAttention4",
     "fa3": "flash_attention:FlashAttention3",
-    "fa2-package": "flash_attention:FlashAttention2",
     "cudnn-flex": "cudnn_flex:CudnnFlex",
     "cudnn": "sdpa:CudnnSdpa",
-    "cudnn-varlen": "aten_varlen:CudnnVarlen",
     "fa2": "aten_varlen:TorchFlash",
     "flex": "flex:FlexTriton",
     "flex-flash": "flex:FlexFlash",
-    "flashmask": "flashmask:FlashMask",
     "mem-efficient": "sdpa:MemoryEfficientSdpa",
     "flash-cpu": "sdpa:CpuFlashSdpa",
     "math": "sdpa:MathSdpa",
-    "naive": "naive:Naive",
+    "naive": "sdpa:Naive",
     "fa4-blocks": "flash_attention:FlashAttention4Blocks",
     "vsa": "vsa:Vsa",
     "vsa-triton": "vsa:VsaTriton",
-    "flashinfer": "flashinfer:FlashInfer",
 }
 
 
@@ -45,18 +41,8 @@ def names() -> list[str]:
 
 @cache
 def load(name: str) -> Kernel:
-    """The contender called `name`.
-
-    Args:
-        name: as in `CONTENDERS`, or that of an entry point.
-
-    Returns:
-        The contender; not asked yet whether it can run here.
-
-    Raises:
-        ValueError: no such contender.
-        TypeError: an entry point is no contender.
-    """
+    """The contender called `name`, which is not asked yet whether it can run here; an entry point may be no `Kernel`,
+    which is a TypeError."""
     if name in CONTENDERS:
         module, _, attribute = CONTENDERS[name].partition(":")
         made = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)()

@@ -1,5 +1,4 @@
-"""The packed kernels inside PyTorch, FlashAttention 2 and cuDNN,
-by the ATen operators that `varlen_attn` is made of."""
+"""FlashAttention 2 inside PyTorch, packed, by the ATen operators that `varlen_attn` is made of."""
 
 from __future__ import annotations
 
@@ -9,36 +8,27 @@ import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import Attend, Kernel
-from magi_bench.workloads.derive import (
-    Documents,
-    Window,
-    documents_of,
-    needs_documents_or_window,
-    window_of,
-)
+from magi_bench.workloads import derive
 from magi_bench.workloads.workload import Inputs, Workload
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: Window
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        window: derive.Window,
     ) -> Tensor:
-        ctx.longest, ctx.is_causal = longest, window == Window(None, 0)
+        ctx.longest, ctx.is_causal = longest, window == derive.Window(None, 0)
         sides = (window.left, window.right)
         ctx.window = {} if ctx.is_causal else _window_arguments(*sides)
+        lengths = (cu_seqlens, cu_seqlens, longest, longest)
         out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            cu_seqlens,
-            longest,
-            longest,
-            0.0,
-            ctx.is_causal,
-            False,
-            **ctx.window,
+            *(q, k, v), *lengths, 0.0, ctx.is_causal, False, **ctx.window
         )
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, rng_state, unused)
         return out
@@ -47,19 +37,9 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple:
         q, k, v, out, lse, cu_seqlens, rng_state, unused = ctx.saved_tensors
         lengths = (cu_seqlens, cu_seqlens, ctx.longest, ctx.longest)
+        random = (rng_state, unused)
         grads = torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *lengths,
-            0.0,
-            ctx.is_causal,
-            rng_state,
-            unused,
-            **ctx.window,
+            *(dout, q, k, v, out, lse), *lengths, 0.0, ctx.is_causal, *random, **ctx.window
         )
         return (*grads, None, None, None)
 
@@ -71,40 +51,6 @@ def _window_arguments(left: int | None, right: int | None) -> dict[str, int]:
     }
 
 
-class _Cudnn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool
-    ) -> Tensor:
-        ctx.longest, ctx.causal = longest, causal
-        results = torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, cu_seqlens, cu_seqlens, longest, longest, True, 0.0, causal, False
-        )
-        out, lse, philox_seed, philox_offset = results[0], results[1], results[6], results[7]
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, philox_seed, philox_offset)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple:
-        q, k, v, out, lse, cu_seqlens, philox_seed, philox_offset = ctx.saved_tensors
-        lengths = (cu_seqlens, cu_seqlens, ctx.longest, ctx.longest)
-        grads = torch.ops.aten._cudnn_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            philox_seed,
-            philox_offset,
-            None,
-            *lengths,
-            0.0,
-            ctx.causal,
-        )
-        return (*grads, None, None, None)
-
-
 class TorchFlash(Kernel):
     """PyTorch's own copy of FlashAttention 2."""
 
@@ -112,30 +58,14 @@ class TorchFlash(Kernel):
     label = "FlashAttention 2 in PyTorch"
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        return needs_documents_or_window(workload.slices)
+        return derive.needs_documents_or_window(workload.slices)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
-        documents = documents_of(workload.slices)
+        documents = derive.documents_of(workload.slices)
         if documents:
-            window: Window | None = Window(None, 0 if documents.causal else None)
+            window: derive.Window | None = derive.Window(None, 0 if documents.causal else None)
         else:
-            documents = Documents([0, workload.case.seqlen], False)
-            window = window_of(workload.slices)
+            documents = derive.Documents([0, workload.case.seqlen], False)
+            window = derive.window_of(workload.slices)
         cu_seqlens = torch.tensor(documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device)
         return lambda q, k, v: _Flash.apply(q, k, v, cu_seqlens, documents.longest, window)
-
-
-class CudnnVarlen(Kernel):
-    name = "cudnn-varlen"
-    label = "cuDNN, packed"
-
-    def supports(self, workload: Workload, device: str) -> list[str]:
-        documents = documents_of(workload.slices)
-        return [] if documents else ["takes documents only"]
-
-    def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
-        documents = documents_of(workload.slices)
-        assert documents is not None
-        cu_seqlens = torch.tensor(documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device)
-        longest, causal = documents.longest, documents.causal
-        return lambda q, k, v: _Cudnn.apply(q, k, v, cu_seqlens, longest, causal)

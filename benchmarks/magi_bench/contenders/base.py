@@ -6,6 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -38,19 +39,12 @@ class Layout(Enum):
 
 
 class Contender(ABC):
-    """Whoever is measured.
+    """Whoever is measured."""
 
-    Attributes:
-        name: how the command line and result files call it.
-        label: how reports call it.
-        is_ours: whether reports set it apart from its peers; ratios are to the first of them that has a time.
-        is_alone: whether its times have no ratio, as its work is another.
-    """
-
-    name: str
-    label: str
-    is_ours: bool = False
-    is_alone: bool = False
+    name: str  # how the command line and result files call it
+    label: str  # how reports call it
+    is_ours: bool = False  # ratios are to the first of these that has a time
+    is_alone: bool = False  # whether its times have no ratio, as its work is another
 
     def unavailable(self, device: str) -> str | None:
         """Why it cannot be had on this machine, or None."""
@@ -70,27 +64,20 @@ class Contender(ABC):
 
 
 class Kernel(Contender):
-    """One implementation of attention. A worker process of its own makes one instance and keeps it.
+    """One implementation of attention. A worker process of its own makes one instance and keeps it."""
 
-    Attributes:
-        levels: which cases it takes part in, of "kernel" and "sparse".
-        devices: of "cuda" and "cpu".
-        dtypes: of q, k, v.
-        layout: what `prepare`'s result takes and returns.
-        has_backward: whether it can be differentiated.
-        compiles_slowly: whether a new shape costs seconds; such contenders run last.
-    """
-
-    levels: tuple[str, ...] = ("kernel",)
-    devices: tuple[str, ...] = ("cuda",)
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
-    layout: Layout = Layout.PACKED
-    has_backward: bool = True
-    compiles_slowly: bool = False
+    levels: tuple[str, ...] = ("kernel",)  # which cases it takes part in, of "kernel" and "sparse"
+    devices: tuple[str, ...] = ("cuda",)  # of "cuda" and "cpu"
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")  # of q, k, v
+    layout: Layout = Layout.PACKED  # what `prepare`'s result takes and returns
+    has_backward: bool = True  # whether it can be differentiated
+    compiles_slowly: bool = False  # whether a new shape costs seconds; such contenders run last
+    module: str | None = None  # what must be imported
+    distributions: tuple[str, ...] = ()  # of packages that it consists of
 
     def available(self) -> str | None:
         """Why it cannot be had on this machine, or None. May import packages; runs in the worker."""
-        return None
+        return import_error(self.module) if self.module else None
 
     def supports(self, workload: Workload, device: str) -> list[str]:
         """Every reason against this workload beyond level, device and dtype; empty if it runs."""
@@ -98,19 +85,19 @@ class Kernel(Contender):
 
     @abstractmethod
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
-        """Everything that depends on the mask and the shapes but not on the values: conversions and plans.
-
-        Args:
-            workload: its slices are on the host.
-            inputs: packed tensors on the device, for contenders that plan from them.
-
-        Returns:
-            The call that is timed, of q, k and v in the layout of the contender.
-        """
+        """Everything that depends on the mask and the shapes but not on the values: conversions and plans. The slices
+        of the workload are on the host, and the packed `inputs` on the device, for contenders that plan from them.
+        Gives the call that is timed, of q, k and v in the layout of the contender."""
 
     def versions(self) -> dict[str, str]:
         """The packages it consists of, for the record."""
-        return {}
+        found = {}
+        for name in self.distributions:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "not a distribution"
+        return found
 
 
 def refusals(contender: Kernel, workload: Workload, device: str) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
+from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.workloads.derive import key_intervals
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.masks.slices import AttnSlices
@@ -19,13 +17,8 @@ class CudnnFlex(Kernel):
     name = "cudnn-flex"
     label = "cudnn.flex_attention"
     layout = Layout.BATCHED
-
-    def available(self) -> str | None:
-        return import_error("cudnn.flex_attention")
-
-    def versions(self) -> dict[str, str]:
-        names = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
-        return {name: version(name) for name in names}
+    module = "cudnn.flex_attention"
+    distributions = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
 
     def supports(self, workload: Workload, device: str) -> list[str]:
         count = len(key_intervals(workload.slices))

@@ -1,42 +1,29 @@
-"""The FlashAttention packages 2, 3 and 4: documents and windows; 4 also block-sparse masks."""
+"""The FlashAttention packages 3 and 4: documents and windows; 4 also block-sparse masks."""
 
 from __future__ import annotations
 
 import importlib
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
-from magi_bench.workloads.derive import (
-    block_lists,
-    documents_of,
-    needs_documents_or_window,
-    window_of,
-)
+from magi_bench.contenders.base import Attend, Kernel, Layout
+from magi_bench.workloads import derive
 from magi_bench.workloads.workload import Inputs, Workload
 
 
 class _FlashAttention(Kernel):
-    module: str
-    distributions: tuple[str, ...]
     unlimited: int | None = -1
 
-    def available(self) -> str | None:
-        return import_error(self.module)
-
-    def versions(self) -> dict[str, str]:
-        return {name: _version(name) for name in self.distributions}
-
     def supports(self, workload: Workload, device: str) -> list[str]:
-        return needs_documents_or_window(workload.slices)
+        return derive.needs_documents_or_window(workload.slices)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        assert self.module is not None
         package = importlib.import_module(self.module)
-        documents = documents_of(workload.slices)
+        documents = derive.documents_of(workload.slices)
         if documents and len(documents.cu_seqlens) > 2:
             cu_seqlens = torch.tensor(
                 documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device
@@ -46,7 +33,7 @@ class _FlashAttention(Kernel):
                 options[f"cu_seqlens_{side}"] = cu_seqlens
                 options[f"max_seqlen_{side}"] = documents.longest
             return lambda q, k, v: _first(package.flash_attn_varlen_func(q, k, v, **options))
-        window = window_of(workload.slices)
+        window = derive.window_of(workload.slices)
         assert window is not None
         causal = window == (None, 0)
         sides = tuple(self.unlimited if causal or side is None else side for side in window)
@@ -56,13 +43,6 @@ class _FlashAttention(Kernel):
             return _first(package.flash_attn_func(*batched, causal=causal, window_size=sides))[0]
 
         return attend
-
-
-class FlashAttention2(_FlashAttention):
-    name = "fa2-package"
-    label = "FlashAttention 2"
-    module = "flash_attn"
-    distributions = ("flash-attn",)
 
 
 class FlashAttention3(_FlashAttention):
@@ -89,12 +69,8 @@ class FlashAttention4Blocks(Kernel):
     levels = ("sparse",)
     layout = Layout.BATCHED
     BLOCK = 128
-
-    def available(self) -> str | None:
-        return import_error("flash_attn.cute")
-
-    def versions(self) -> dict[str, str]:
-        return {name: _version(name) for name in FlashAttention4.distributions}
+    module = FlashAttention4.module
+    distributions = FlashAttention4.distributions
 
     def supports(self, workload: Workload, device: str) -> list[str]:
         blocks = workload.block_map
@@ -114,8 +90,8 @@ class FlashAttention4Blocks(Kernel):
 
         def lists(visible: Tensor) -> BlockSparseTensorsTorch:
             return BlockSparseTensorsTorch(
-                *block_lists(visible & is_partial),
-                *block_lists(visible & ~is_partial),
+                *derive.block_lists(visible & is_partial),
+                *derive.block_lists(visible & ~is_partial),
                 block_size=(self.BLOCK, self.BLOCK),
             )
 
@@ -142,10 +118,3 @@ def _causal() -> Any:
 
 def _first(result: Tensor | tuple) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not a distribution"

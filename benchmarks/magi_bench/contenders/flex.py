@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
+from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.contenders.magi import causal, lists_of_heads
 from magi_bench.workloads.derive import block_areas, block_lists
 from magi_bench.workloads.workload import Inputs, Workload
@@ -75,9 +75,7 @@ class FlexFlash(FlexTriton):
     levels: tuple[str, ...] = ("kernel",)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     backend = "FLASH"
-
-    def available(self) -> str | None:
-        return import_error("flash_attn.cute")
+    module = "flash_attn.cute"
 
 
 def make_block_mask(workload: Workload, device: torch.device, listed: int = BLOCK) -> BlockMask:

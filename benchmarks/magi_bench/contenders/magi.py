@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import magi_compile
-from magi_bench.contenders.base import Attend, Kernel, import_error
+from magi_bench.contenders.base import Attend, Kernel
 from magi_bench.workloads.derive import block_lists
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
@@ -66,15 +65,12 @@ class _Magi(Kernel):
             )
             beside = (False, intervals)
         plan = torch.ops.magi.plan_lists(
-            *(*lists, *sizes, getattr(torch, case.dtype), heads, 0.0, self.kernel, *beside),
+            *(*lists, *sizes, getattr(torch, case.dtype), heads, 0.0, self.kernel, *beside)
         )
         scale = case.head_dim**-0.5
         return lambda q, k, v: torch.ops.magi.attention(q, k, v, [], plan, scale, 0.0, self.kernel)[
             0
         ]
-
-    def versions(self) -> dict[str, str]:
-        return {"magi_compile": magi_compile.__version__}
 
 
 def walks_lists(kernel: str, workload: Workload) -> bool:
@@ -119,9 +115,7 @@ class MagiHopper(_Magi):
     name = "magi-hopper"
     label = "magi_compile (CUDA)"
     kernel = "hopper"
-
-    def available(self) -> str | None:
-        return import_error("magi_compile.kernels.sm90")
+    module = "magi_compile.kernels.sm90"
 
 
 class MagiTriton(_Magi):
@@ -129,9 +123,7 @@ class MagiTriton(_Magi):
     label = "magi_compile (Triton)"
     kernel = "triton"
     dtypes = ("bfloat16", "float16", "float32")
-
-    def available(self) -> str | None:
-        return import_error("magi_compile.kernels.triton")
+    module = "magi_compile.kernels.triton"
 
 
 class MagiCpu(_Magi):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
+from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.workloads.derive import block_lists
 from magi_bench.workloads.workload import Inputs, Workload
 
@@ -22,12 +21,14 @@ class Vsa(Kernel):
     dtypes = ("bfloat16",)
     layout = Layout.HEADS_FIRST
 
+    module = "fastvideo_kernel.block_sparse_attn"
+    distributions = ("fastvideo-kernel",)
     uses_triton = False
 
     def available(self) -> str | None:
         # The package chooses by this variable. A worker has one contender, but inherits what another one has set.
         os.environ["FASTVIDEO_VSA_TRITON"] = str(int(self.uses_triton))
-        if (reason := import_error("fastvideo_kernel.block_sparse_attn")) or self.uses_triton:
+        if (reason := super().available()) or self.uses_triton:
             return reason
         from fastvideo_kernel.block_sparse_attn import _get_sm90_ops
 
@@ -37,9 +38,6 @@ class Vsa(Kernel):
             if is_there
             else "its CUDA kernel cannot be loaded; the package would take Triton's"
         )
-
-    def versions(self) -> dict[str, str]:
-        return {"fastvideo-kernel": version("fastvideo-kernel")}
 
     def supports(self, workload: Workload, device: str) -> list[str]:
         blocks = workload.blocks

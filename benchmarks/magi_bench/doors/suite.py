@@ -27,43 +27,16 @@ from magi_bench.workloads import lengths
 from magi_compile import _compat
 
 #: `attn_implementation` of transformers.
-ATTENTIONS = (
-    "magi",
-    "flex_attention",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-)
+ATTENTIONS = ("magi", "flex_attention", "sdpa", *(f"flash_attention_{x}" for x in (2, 3, 4)))
 MODES = ("eager", "compiled")
 FRAMEWORKS = ("transformers", "torchtitan")
-QUICK = {
-    "tokens": [512],
-    "heads": "4:2",
-    "head_dim": 16,
-    "ffn_dim": 128,
-    "train_layers": 2,
-    "vocab": 256,
-    "gate_tokens": 256,
-    "rounds": 2,
-    "turn_ms": 2.0,
-}
+QUICK = {"tokens": [512], "heads": "4:2", "head_dim": 16, "ffn_dim": 128, "train_layers": 2}
+QUICK |= {"vocab": 256, "gate_tokens": 256, "rounds": 2, "turn_ms": 2.0}
 
 
 class Problem:
-    """A model of transformers, and the truth of a step.
-
-    Args:
-        settings: of the run.
-        door: the module of the framework.
-        model: whose weights all attentions share.
-        tokens: of a pack.
-        gate: the same with a small input; None for that itself.
-
-    Attributes:
-        agreed: what the first attention that was right gives, and whose it is; of the small input, that of
-            transformers' own eager attention.
-    """
+    """A model of transformers, whose weights all attentions share, and the truth of a step; `gate` is the same with a
+    small input, None for that itself."""
 
     def __init__(
         self,
@@ -75,6 +48,7 @@ class Problem:
     ):
         self.settings, self.door, self.model = settings, door, model
         self.tokens, self.gate = tokens, gate or self
+        # What the first attention that was right gives, and whose it is; of the small input the truth.
         self.agreed: tuple[StepTruth, str] | None = None
         if gate is None:
             eager, inputs = copy.deepcopy(model), door.make_inputs(settings, tokens, 0)
@@ -121,16 +95,12 @@ class Doors(runner.Suite):
 
     title = "Training steps of other frameworks' models"
     notes = (
-        "A step is forward, loss and backward on a pack of causal documents, other ones in every "
-        "step. Of transformers: medians of "
-        "wall time over rounds in which attentions take turns; ratios are to ours, above 1 where "
-        "ours is faster; MFU is the model's "
-        "FLOPs, without what is computed again, over the rate of a large matmul in the same run; "
-        "graphs are those of the first step, "
-        "recompilations those of all later ones; peak memory is that of PyTorch's allocator, "
-        "weights and gradients included. Of "
-        "torchtitan: its own log, the median of its last lines, each of some steps, with its "
-        "optimizer, its MFU and its memory."
+        "A step is forward, loss and backward on a pack of causal documents, other ones in every step. Of "
+        "transformers: medians of wall time over rounds in which attentions take turns; ratios are to ours, above 1 "
+        "where ours is faster; MFU is the model's FLOPs, without what is computed again, over the rate of a large "
+        "matmul in the same run; graphs are those of the first step, recompilations those of all later ones; peak "
+        "memory is that of PyTorch's allocator, weights and gradients included. Of torchtitan: its own log, the "
+        "median of its last lines, each of some steps, with its optimizer, its MFU and its memory."
     )
     has_peak = True
     counts_weights = True
@@ -140,6 +110,7 @@ class Doors(runner.Suite):
         super().__init__(settings)
         self.peak_tflops = matmul_tflops(settings.device, Protocol())
         self._door, self._missing = door, ""
+        self.everyone = [Attention(name) for name in settings.attentions]
         if door is None and "transformers" in settings.frameworks:
             try:
                 from magi_bench.doors import transformers
@@ -168,9 +139,6 @@ class Doors(runner.Suite):
             self._problem = Problem(settings, door, self.model, tokens, gate)
             for mode in settings.modes:
                 yield case_of(settings, "transformers", tokens, mode=mode)
-
-    def contenders(self, case: Case) -> Sequence[Contender]:
-        return [Attention(name) for name in self.settings.attentions]
 
     def problem(self, case: Case, contender: Contender) -> Problem:
         return self._problem
@@ -226,29 +194,19 @@ def model_flops(settings: Settings, tokens: int) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option of the command."""
     parser.description = (
-        "Training steps of a Llama of transformers and of torchtitan with each of their "
-        "attentions, random weights, packed "
-        "documents. Compiling takes most of the time: on a GPU about half a minute for each attention and length."
+        "Training steps of a Llama of transformers and of torchtitan with each of their attentions, random weights, "
+        "packed documents. Compiling takes most of the time: on a GPU half a minute for each attention and length."
     )
-    count = arguments.count
+    option, count = parser.add_argument, arguments.count
     for name, choices in (("frameworks", FRAMEWORKS), ("attentions", ATTENTIONS), ("modes", MODES)):
-        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
-    parser.add_argument(
-        "--cp",
-        dest="cp_degrees",
-        nargs="+",
-        type=count,
-        default=list(torchtitan_runs.RANKS),
-        help="ranks of torchtitan's context parallelism",
-    )
-    parser.add_argument(
-        "--no-cuda-graphs",
-        dest="cuda_graphs",
-        action="store_false",
-        help="torchtitan without CUDA graphs, which it records by default",
-    )
-    parser.add_argument("--layers", dest="train_layers", type=count, default=4)
-    parser.add_argument("--ffn-dim", type=count, default=14336)
+        option(f"--{name}", nargs="+", choices=choices, default=list(choices))
+    degrees: dict[str, Any] = {"nargs": "+", "type": count, "default": list(torchtitan_runs.RANKS)}
+    words = "ranks of torchtitan's context parallelism"
+    option("--cp", dest="cp_degrees", help=words, **degrees)
+    words = "torchtitan without CUDA graphs, which it records by default"
+    option("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help=words)
+    option("--layers", dest="train_layers", type=count, default=4)
+    option("--ffn-dim", type=count, default=14336)
     names = [name for name in arguments.RUN if name != "passes"]
     more = ("tokens", "lengths", "dtype", "vocab", "gate_tokens", "turn_ms", "seed")
     # Llama 3 has 128256 tokens, whose logits of 32K take 50 GB.

@@ -31,31 +31,18 @@ SECONDS = 600  # of a run at most
 
 @dataclass(frozen=True)
 class Run:
-    """The arguments of the processes of a run.
+    """The arguments of the processes of a run."""
 
-    Attributes:
-        attention: "magi", or what torchtitan calls an `attn_backend`.
-        ranks: of context parallelism.
-        tokens: of a rank.
-        layers: of the model.
-        lengths: how documents are drawn.
-        seed: of the weights.
-        flavor: torchtitan's name of the model.
-        steps: how many.
-        log_every: steps of a line of torchtitan's log, behind the first step's.
-        cuda_graphs: whether torchtitan may record them. It does not with varlen.
-    """
-
-    attention: str
-    ranks: int
-    tokens: int
-    layers: int
-    lengths: str
-    seed: int
-    flavor: str = "8B"
-    steps: int = STEPS
-    log_every: int = LOG_EVERY
-    cuda_graphs: bool = False
+    attention: str  # "magi", or what torchtitan calls an `attn_backend`
+    ranks: int  # of context parallelism
+    tokens: int  # of a rank
+    layers: int  # of the model
+    lengths: str  # how documents are drawn
+    seed: int  # of the weights
+    flavor: str = "8B"  # torchtitan's name of the model
+    steps: int = STEPS  # how many
+    log_every: int = LOG_EVERY  # steps of a line of torchtitan's log, behind the first step's
+    cuda_graphs: bool = False  # whether torchtitan may record them. It does not with varlen
 
 
 def rows(
@@ -69,18 +56,17 @@ def rows(
             sizes = (ranks, tokens, settings.train_layers, settings.lengths, settings.seed)
             graphs = settings.cuda_graphs and records_graphs(attention, ranks)
             run = Run(attention, *sizes, cuda_graphs=graphs)
+            status, reason = "unsupported", ""
             if missing is not None:
-                outcome: Row = {"status": "unavailable", "reason": missing}
+                status, reason = "unavailable", missing
             elif ranks > torch.cuda.device_count():
                 reason = f"needs {ranks} GPUs, found {torch.cuda.device_count()}"
-                outcome = {"status": "unsupported", "reason": reason}
             elif attention == "varlen" and ranks > 1:
                 reason = "torchtitan 0.3 has no context parallelism for varlen"
-                outcome = {"status": "unsupported", "reason": reason}
             elif left_s() <= 0:
-                reason = f"not begun: no time left of {settings.seconds:g} s"
-                outcome = {"status": "timeout", "reason": reason}
-            else:
+                status, reason = "timeout", f"not begun: no time left of {settings.seconds:g} s"
+            outcome: Row = {"status": status, "reason": reason}
+            if not reason:
                 outcome = train(run, min(left_s(), SECONDS))
             label = attention + (", CUDA graphs" if graphs else "")
             who = {"label": label, "is_ours": attention == "magi", "cuda_graphs": graphs}

@@ -41,18 +41,8 @@ def build(settings: Settings) -> nn.Module:
 
 
 def with_attention(model: nn.Module, name: str) -> nn.Module:
-    """The same model, of the same weights, with another attention.
-
-    Args:
-        model: of transformers.
-        name: what transformers calls the attention, `attn_implementation`.
-
-    Returns:
-        A model that shares all parameters with `model`.
-
-    Raises:
-        ImportError: transformers says that a package is missing.
-    """
+    """A model that shares all weights with `model`, with another `attn_implementation`; an ImportError if its package
+    is missing."""
     shared = copy.deepcopy(model, {id(x): x for x in model.parameters()})
     shared.set_attn_implementation(name)  # type: ignore[operator]
     return shared

@@ -28,20 +28,8 @@ def measure(
     *,
     imports: bool,
 ) -> dict[str, float]:
-    """Takes the time of everything up to the second step.
-
-    Args:
-        contender: "magi" or "flex".
-        case: "causal", "documents" or "alibi".
-        tokens: of the sequence.
-        heads: of queries and of keys.
-        head_dim: of q, k and v.
-        device: "cuda" or "cpu"; on a CPU FlexAttention has no backward.
-        imports: whether Dynamo and Inductor are imported before the first call.
-
-    Returns:
-        Seconds by the names of steps.
-    """
+    """Takes the seconds of everything up to the second step, by the names of steps. On a CPU FlexAttention has no
+    backward. With `imports`, Dynamo and Inductor are imported before the first call."""
     seconds: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> Any:

@@ -6,12 +6,12 @@ import argparse
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from magi_bench import arguments, contenders
+from magi_bench.arguments import count, length, positive, say
 from magi_bench.cases import PASSES, Case, format_length
-from magi_bench.clock import Rounds
 from magi_bench.contenders.base import refusals
-from magi_bench.kernel import interleaved
 from magi_bench.kernel.run import execute, order
 from magi_bench.settings import Settings
 from magi_bench.timing import Protocol
@@ -23,55 +23,36 @@ from magi_compile.masks.library import MASKS as NAMED_MASKS
 
 def add_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     """Every option of a command, "kernel" or "sparse"."""
-    parser.add_argument(
-        "--preset", nargs="+", choices=PRESETS, default=["smoke"], help="one, or several together"
-    )
+    option = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+"}
+    names: dict[str, Any] = {"choices": contenders.names(), "metavar": "NAME", **several}
+    seconds: dict[str, Any] = {"type": positive, "metavar": "SECONDS"}
     masks = SPARSE_MASKS if level == "sparse" else tuple(NAMED_MASKS)
-    parser.add_argument("--masks", nargs="+", choices=masks, help="only these")
-    parser.add_argument("--seqlens", nargs="+", type=arguments.length, help="only these, or others")
-    parser.add_argument(
-        "--heads", nargs="+", type=arguments.heads, metavar="Q:KV", help="only these, or others"
-    )
-    parser.add_argument(
-        "--head-dim", type=arguments.head_dims, metavar="D[:DV]", help="of q and k, and of v"
-    )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--lengths", choices=SAMPLERS, help="how documents are drawn")
+    option("--preset", choices=PRESETS, default=["smoke"], help="one, or several", **several)
+    option("--masks", choices=masks, help="only these", **several)
+    option("--seqlens", type=length, help="only these, or others", **several)
+    option("--heads", type=arguments.heads, metavar="Q:KV", help="only these, or others", **several)
+    option("--head-dim", type=arguments.head_dims, metavar="D[:DV]", help="of q and k, and of v")
+    option("--lengths", choices=SAMPLERS, help="how documents are drawn")
     if level == "sparse":
-        parser.add_argument("--blocks", nargs="+", type=arguments.count, help="only these sizes")
-        parser.add_argument("--densities", nargs="+", type=arguments.share, help="only these")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--contenders", nargs="+", choices=contenders.names(), metavar="NAME")
-    parser.add_argument(
-        "--without", nargs="+", choices=contenders.names(), metavar="NAME", default=[]
-    )
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="by default cuda if there is one")
-    parser.add_argument("--output", type=Path, default=Path("magi-bench.jsonl"), help="JSONL file")
-    parser.add_argument("--resume", action="store_true", help="go on with the output file")
-    parser.add_argument("--dry-run", action="store_true", help="say what would run, and why not")
-    parser.add_argument(
-        "--time-limit", type=arguments.positive, default=float("inf"), metavar="SECONDS"
-    )
-    parser.add_argument("--cell-limit", type=arguments.positive, default=120.0, metavar="SECONDS")
-    parser.add_argument(
-        "--budget-ms", type=arguments.positive, help="for the repetitions of a pass"
-    )
-    parser.add_argument("--min-reps", type=arguments.count, default=Protocol.min_reps)
-    parser.add_argument("--gate-seqlen", type=arguments.length, help="longest sequence checked")
-    parser.add_argument("--cuda-graph", action="store_true", help="also time graph replays")
-    parser.add_argument(
-        "--interleaved",
-        type=arguments.count,
-        metavar="ROUNDS",
-        help="time contenders round by round in one process, not one after another in their own",
-    )
-    parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 cache")
-    parser.add_argument(
-        "--jobs",
-        type=arguments.count,
-        help="contenders checked at a time; by default 1 on a CPU, all on a GPU",
-    )
+        option("--blocks", type=count, help="only these sizes", **several)
+        option("--densities", type=arguments.share, help="only these", **several)
+    option("--contenders", **names)
+    option("--without", default=[], **names)
+    option("--passes", choices=PASSES, default=PASSES, **several)
+    arguments.add(parser, ("dtype", "device", "seed"), seed=None)
+    option("--output", type=Path, default=Path("magi-bench.jsonl"), help="JSONL file")
+    option("--resume", action="store_true", help="go on with the output file")
+    option("--dry-run", action="store_true", help="say what would run, and why not")
+    option("--time-limit", default=float("inf"), **seconds)
+    option("--cell-limit", default=120.0, **seconds)
+    option("--budget-ms", type=positive, help="for the repetitions of a pass")
+    option("--min-reps", type=count, default=Protocol.min_reps)
+    option("--gate-seqlen", type=length, help="longest sequence checked")
+    words = "time contenders round by round in one process, not one after another in their own"
+    option("--interleaved", type=count, metavar="ROUNDS", default=1, help=words)
+    words = "contenders checked at a time; by default 1 on a CPU, all on a GPU"
+    option("--jobs", type=count, help=words)
     parser.set_defaults(command=run, level=level)
 
 
@@ -96,24 +77,19 @@ def run(args: argparse.Namespace) -> int:
         protocol=Protocol(
             budget_ms=args.budget_ms or preset.budget_ms,
             min_reps=args.min_reps,
-            flush_bytes=0 if args.warm_l2 or device == "cpu" else Protocol.flush_bytes,
-            cuda_graph=args.cuda_graph,
+            flush_bytes=0 if device == "cpu" else Protocol.flush_bytes,
+            rounds=args.interleaved,
         ),
-        rounds=Rounds(args.interleaved or 1),
         gate_tokens=args.gate_seqlen or preset.gate_seqlens[args.level],
         cell_limit=args.cell_limit,
         seconds=args.time_limit,
         jobs=args.jobs or (len(names) if device == "cuda" else 1),
     )
     command = list(map(shlex.quote, arguments.as_typed(args.command_line, args.output)))
-    way = interleaved.execute if args.interleaved else execute
-    results = way(cases, names, settings, command, args.output, arguments.say)
-    failed = results.failed_rows()
-    counts = (
-        f"{len(results.ok_rows())} measured, {len(failed)} failed, {len(results.not_run)} not run"
-    )
-    arguments.say(f"{counts}: {args.output}")
-    return int(any(contenders.load(row["contender"]).is_ours for row in failed))
+    results = execute(cases, names, settings, command, args.output, say)
+    ok, failed, left = results.ok_rows(), results.failed_rows(), results.not_run
+    say(f"{len(ok)} measured, {len(failed)} failed, {len(left)} not run: {args.output}")
+    return int(any(row["is_ours"] for row in failed))
 
 
 def _filtered(cases: list[Case], args: argparse.Namespace) -> list[Case]:
@@ -145,16 +121,10 @@ def _contenders(args: argparse.Namespace, preset: Preset, device: str) -> list[s
     """Those asked for; else the preset's, or all that know the level and the device."""
     if args.contenders:
         return [name for name in args.contenders if name not in args.without]
-    loaded = {
-        name: contenders.load(name) for name in preset.contenders[device] or contenders.names()
-    }
-    return [
-        name
-        for name, contender in loaded.items()
-        if args.level in contender.levels
-        and device in contender.devices
-        and name not in args.without
-    ]
+    asked = preset.contenders_on_cpu if device == "cpu" else None
+    made = map(contenders.load, asked or contenders.names())
+    able = (x.name for x in made if args.level in x.levels and device in x.devices)
+    return [name for name in able if name not in args.without]
 
 
 def _dry_run(cases: list[Case], names: list[str], device: str) -> int:
@@ -162,8 +132,8 @@ def _dry_run(cases: list[Case], names: list[str], device: str) -> int:
     missing = {name: contenders.load(name).available() for name in names}
     for name, reason in missing.items():
         if reason:
-            arguments.say(f"{name} is unavailable: {reason}")
-    count, described = 0, dict.fromkeys(task.case for task in order(cases, names))
+            say(f"{name} is unavailable: {reason}")
+    counted, described = 0, dict.fromkeys(task.case for task in order(cases, names))
     for case in described:
         workload = build(case)
         runs, reasons = [], []
@@ -173,14 +143,14 @@ def _dry_run(cases: list[Case], names: list[str], device: str) -> int:
                 reasons.append(f"    not {name}: {'; '.join(against)}")
             elif not missing[name]:
                 runs.append(name)
-        count += len(runs)
+        counted += len(runs)
         density = workload.pairs / case.nheads_q / case.seqlen**2
-        arguments.say(
+        say(
             f"{case.mask_label} {format_length(case.seqlen)} {case.heads} d{case.head_dims_label} "
             f"{case.dtype}, {len(workload.documents)} documents, density {density:.1%}: "
             f"{', '.join(runs) or 'nobody'}"
         )
         for line in reasons:
-            arguments.say(line)
-    arguments.say(f"{count} measurements of {len(described)} cases on {device}")
+            say(line)
+    say(f"{counted} measurements of {len(described)} cases on {device}")
     return 0

@@ -20,24 +20,14 @@ from magi_bench.contenders.base import Contender
 from magi_bench.gate import Check, judge
 from magi_bench.mods.mod import BLOCK, ScoreMod
 from magi_bench.mods.problem import Problem, results_of
-from magi_bench.own_code import with_own_code
+from magi_bench.own_code import compiled
 from magi_bench.step.contenders import NO_BACKWARD
 from magi_compile.lowering.report import lowering_report
 
-Attend = Callable[..., Tensor]
-
 
 class Compiled(Contender):
-    """FlexAttention, compiled by one backend.
-
-    Args:
-        name: in result files.
-        label: in reports.
-        is_ours: whether ratios are to it; the others are what it is compared with.
-        backend: of torch.compile.
-        options: of that backend.
-        kernel_options: of FlexAttention.
-    """
+    """FlexAttention, compiled by one backend of torch.compile with its `options`. Ratios are to those that are
+    ours."""
 
     def __init__(
         self,
@@ -53,33 +43,31 @@ class Compiled(Contender):
         self._decisions = 0
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        reasons = []
+        reasons, block_mask = [], problem.made.block_mask
         if not self.is_ours and case.which == "fwdbwd" and problem.settings.device == "cpu":
             reasons.append(NO_BACKWARD)
-        block_mask = problem.made.block_mask
-        if problem.settings.mask_in_graph and block_mask is not None and _lists_decide(block_mask):
+        # Blocks are hidden that the mask_mod would show.
+        is_listed = block_mask is not None and block_mask.mask_mod is noop_mask
+        if problem.settings.mask_in_graph and is_listed:
             reasons.append("its block lists decide, and no mask_mod makes them in a graph")
         return reasons
 
-    def compiled(self, problem: Problem, which: str) -> Attend:
+    def attend(self, problem: Problem, which: str) -> Callable[..., Tensor]:
         """A function of its own for each mod and pass. A graph break is an error."""
         if (self.name, which) not in problem.compiled:
-            function = _attend_with_new_mask if problem.settings.mask_in_graph else _attend
-            options = {"backend": self.backend, "options": self.options, "dynamic": False}
-            problem.compiled[self.name, which] = torch.compile(
-                with_own_code(function), fullgraph=True, **options
-            )
+            options = {"backend": self.backend, "options": self.options, "fullgraph": True}
+            problem.compiled[self.name, which] = compiled(_attend, **options)
         return problem.compiled[self.name, which]
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
         """Each call returns out, and in "fwdbwd" the gradients of `Leaves.differentiable`."""
         self._decisions = len(lowering_report().decisions)
-        attend, made = self.compiled(problem, case.which), problem.made
-        leaves = problem.leaves(case.which == "fwdbwd")
+        attend, made = self.attend(problem, case.which), problem.made
+        leaves, makes_mask = problem.leaves(case.which == "fwdbwd"), problem.settings.mask_in_graph
         score_mod = made.score_mod(leaves.learned)
 
         def call() -> Sequence[Tensor]:
-            of_mod = (score_mod, made.block_mask, self.kernel_options)
+            of_mod = (score_mod, made.block_mask, self.kernel_options, makes_mask)
             out = attend(leaves.q, leaves.k, leaves.v, *of_mod)
             if case.which == "fwd":
                 return [out]
@@ -117,34 +105,14 @@ def _attend(
     score_mod: ScoreMod | None,
     block_mask: BlockMask | None,
     kernel_options: Any,
+    makes_mask: bool = False,
 ) -> Tensor:
-    """One attention."""
-    return flex_attention(
-        q, k, v, score_mod, block_mask, enable_gqa=True, kernel_options=kernel_options
-    )
-
-
-def _attend_with_new_mask(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: ScoreMod | None,
-    block_mask: BlockMask | None,
-    kernel_options: Any,
-) -> Tensor:
-    """The same, with a BlockMask made of the mask_mod of `block_mask`."""
-    if block_mask is not None:
-        entries, heads = block_mask.shape[:2]
-        lengths = q.shape[2], k.shape[2]
-        block_mask = create_block_mask(
-            block_mask.mask_mod, entries, heads, *lengths, q.device, BLOCK
-        )
-    return _attend(q, k, v, score_mod, block_mask, kernel_options)
-
-
-def _lists_decide(block_mask: BlockMask) -> bool:
-    """True if blocks are hidden that the mask_mod would show."""
-    return block_mask.mask_mod is noop_mask
+    """One attention; with a BlockMask made of the mask_mod of `block_mask` if it `makes_mask`."""
+    if makes_mask and block_mask is not None:
+        shape: tuple[Any, ...] = (*block_mask.shape[:2], q.shape[2], k.shape[2], q.device, BLOCK)
+        block_mask = create_block_mask(block_mask.mask_mod, *shape)
+    options = {"enable_gqa": True, "kernel_options": kernel_options}
+    return flex_attention(q, k, v, score_mod, block_mask, **options)
 
 
 FLEX = Compiled("flex", "FlexAttention", False, "inductor")

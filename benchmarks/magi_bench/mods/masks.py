@@ -9,120 +9,80 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from magi_bench.mods.mod import BLOCK, Place
+from magi_bench.mods.mod import BLOCK, MaskMod, Place
 
 KERNEL = 13  # of a neighbourhood, in pixels along each side
 TILE = 8  # of a canvas, in pixels along each side
 IMAGE = 64  # tokens
 
 
-def causal(place: Place) -> BlockMask:
+def causal(place: Place) -> MaskMod:
     """Tokens see what is not behind them."""
-
-    def mask_mod(b, h, q, kv):
-        return q >= kv
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: q >= kv
 
 
-def sliding_window(place: Place) -> BlockMask:
+def sliding_window(place: Place) -> MaskMod:
     """The last eighth of the sequence, causal."""
     window = place.seqlen // 8
-
-    def mask_mod(b, h, q, kv):
-        return (q >= kv) & (q - kv <= window)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (q >= kv) & (q - kv <= window)
 
 
-def sink_window(place: Place) -> BlockMask:
+def sink_window(place: Place) -> MaskMod:
     """The first 16 tokens and the last eighth, causal (streaming)."""
     window = place.seqlen // 8
-
-    def mask_mod(b, h, q, kv):
-        return (q >= kv) & ((kv < 16) | (q - kv <= window))
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (q >= kv) & ((kv < 16) | (q - kv <= window))
 
 
-def prefix_lm(place: Place) -> BlockMask:
+def prefix_lm(place: Place) -> MaskMod:
     """The first quarter for all, the rest causal."""
     prefix = torch.tensor([place.seqlen // 4], device=place.device)
-
-    def mask_mod(b, h, q, kv):
-        return (kv < prefix[b]) | (q >= kv)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (kv < prefix[b]) | (q >= kv)
 
 
-def documents(place: Place) -> BlockMask:
+def documents(place: Place) -> MaskMod:
     """Packed documents, causal."""
     document = place.documents().to(place.device)
-
-    def mask_mod(b, h, q, kv):
-        return (document[q] == document[kv]) & (q >= kv)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv)
 
 
-def shuffled_documents(place: Place) -> BlockMask:
+def shuffled_documents(place: Place) -> MaskMod:
     """Documents in pieces of 16 tokens that lie in any order, causal."""
     count = max(place.seqlen // 512, 2)
     owner = torch.randint(count, (place.seqlen // 16,), generator=place.generator())
     document = owner.repeat_interleave(16).to(place.device)
-
-    def mask_mod(b, h, q, kv):
-        return (document[q] == document[kv]) & (q >= kv)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv)
 
 
-def packed_positions(place: Place) -> BlockMask:
+def packed_positions(place: Place) -> MaskMod:
     """Packed documents, causal by positions that begin anew in each."""
     document = place.documents()
     position = torch.arange(place.seqlen) - torch.searchsorted(document, document)
     document, position = document.to(place.device), position.to(place.device)
-
-    def mask_mod(b, h, q, kv):
-        return (document[q] == document[kv]) & (position[q] >= position[kv])
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (document[q] == document[kv]) & (position[q] >= position[kv])
 
 
-def permuted_causal(place: Place) -> BlockMask:
+def permuted_causal(place: Place) -> MaskMod:
     """Causal by positions, of chunks from the head and the tail in turn."""
     chunks = torch.arange(place.seqlen).chunk(8)
     order = [at for pair in zip(range(4), range(7, 3, -1), strict=True) for at in pair]
     position = torch.cat([chunks[at] for at in order]).to(place.device)
-
-    def mask_mod(b, h, q, kv):
-        return position[q] >= position[kv]
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: position[q] >= position[kv]
 
 
-def batched(place: Place) -> BlockMask:
+def batched(place: Place) -> MaskMod:
     """Four sequences of one length behind one another, causal."""
     length = place.seqlen // 4
-
-    def mask_mod(b, h, q, kv):
-        return (q // length == kv // length) & (q % length >= kv % length)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (q // length == kv // length) & (q % length >= kv % length)
 
 
-def images_in_text(place: Place) -> BlockMask:
+def images_in_text(place: Place) -> MaskMod:
     """Causal text; tokens of an image of 64 see the whole image."""
     index = torch.arange(place.seqlen)
     image = torch.where(index % 200 < IMAGE, index // 200, -1).to(place.device)
-
-    def mask_mod(b, h, q, kv):
-        return (q >= kv) | ((image[q] == image[kv]) & (image[q] >= 0))
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (q >= kv) | ((image[q] == image[kv]) & (image[q] >= 0))
 
 
-def flamingo(place: Place) -> BlockMask:
+def flamingo(place: Place) -> MaskMod:
     """Text (queries) sees the images (keys) of its part, the second one a little later."""
     image = torch.arange(place.seqlen) // IMAGE
     count = place.seqlen // IMAGE
@@ -130,14 +90,10 @@ def flamingo(place: Place) -> BlockMask:
     first = part * length + torch.arange(count) % 2 * 8
     last = (part + 1) * length
     image, first, last = (x.to(place.device) for x in (image, first, last))
-
-    def mask_mod(b, h, q, kv):
-        return (q >= first[image[kv]]) & (q < last[image[kv]])
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: (q >= first[image[kv]]) & (q < last[image[kv]])
 
 
-def shared_prefixes(place: Place) -> BlockMask:
+def shared_prefixes(place: Place) -> MaskMod:
     """A tree of 15 prefixes: tokens see their own node and its ancestors, causal."""
     count = 15
     node = torch.arange(place.seqlen) * count // place.seqlen
@@ -145,25 +101,17 @@ def shared_prefixes(place: Place) -> BlockMask:
     for child in range(1, count):
         ancestor[child] |= ancestor[(child - 1) // 2]
     node, ancestor = node.to(place.device), ancestor.to(place.device)
-
-    def mask_mod(b, h, q, kv):
-        return ancestor[node[q], node[kv]] & (q >= kv)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: ancestor[node[q], node[kv]] & (q >= kv)
 
 
-def longformer(place: Place) -> BlockMask:
+def longformer(place: Place) -> MaskMod:
     """A window on both sides, and scattered tokens that see all and are seen by all."""
     window = place.seqlen // 16
     is_global = place.chance(1 / 256, place.seqlen).to(place.device)
-
-    def mask_mod(b, h, q, kv):
-        return ((q - kv).abs() <= window) | is_global[q] | is_global[kv]
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: ((q - kv).abs() <= window) | is_global[q] | is_global[kv]
 
 
-def dilated_window(place: Place) -> BlockMask:
+def dilated_window(place: Place) -> MaskMod:
     """Every fourth token up to an eighth of the sequence away, on both sides."""
     window = place.seqlen // 8
 
@@ -171,10 +119,10 @@ def dilated_window(place: Place) -> BlockMask:
         distance = (q - kv).abs()
         return (distance <= window) & (distance % 4 == 0)
 
-    return place.block_mask(mask_mod)
+    return mask_mod
 
 
-def block_diffusion(place: Place) -> BlockMask:
+def block_diffusion(place: Place) -> MaskMod:
     """Noisy tokens and then clean ones, in blocks of 32."""
     half = place.seqlen // 2
 
@@ -185,7 +133,7 @@ def block_diffusion(place: Place) -> BlockMask:
         before = (block_q > block_kv) & ~is_noisy_kv
         return own | before
 
-    return place.block_mask(mask_mod)
+    return mask_mod
 
 
 def window_by_head(place: Place) -> BlockMask:
@@ -215,20 +163,17 @@ def _is_near(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seqlen: int) -
     return near[0] & near[1]
 
 
-def neighbourhood(place: Place) -> BlockMask:
+def neighbourhood(place: Place) -> MaskMod:
     """Pixels line by line: 13 by 13 around each."""
     width, _ = canvas(place.seqlen)
 
     def pixel(index):
         return index % width, index // width
 
-    def mask_mod(b, h, q, kv):
-        return _is_near(pixel(q), pixel(kv), place.seqlen)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: _is_near(pixel(q), pixel(kv), place.seqlen)
 
 
-def tiled_neighbourhood(place: Place) -> BlockMask:
+def tiled_neighbourhood(place: Place) -> MaskMod:
     """Pixels tile by tile, 8 by 8: 13 by 13 around each."""
     across = canvas(place.seqlen)[0] // TILE
 
@@ -236,13 +181,10 @@ def tiled_neighbourhood(place: Place) -> BlockMask:
         tile, inside = index // TILE**2, index % TILE**2
         return tile % across * TILE + inside % TILE, tile // across * TILE + inside // TILE
 
-    def mask_mod(b, h, q, kv):
-        return _is_near(pixel(q), pixel(kv), place.seqlen)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: _is_near(pixel(q), pixel(kv), place.seqlen)
 
 
-def morton_neighbourhood(place: Place) -> BlockMask:
+def morton_neighbourhood(place: Place) -> MaskMod:
     """Pixels along a Morton curve, by operations on bits: 13 by 13 around each."""
     digits = ((place.seqlen - 1).bit_length() + 1) // 2
 
@@ -252,13 +194,10 @@ def morton_neighbourhood(place: Place) -> BlockMask:
     def pixel(index):
         return every_second_bit(index), every_second_bit(index >> 1)
 
-    def mask_mod(b, h, q, kv):
-        return _is_near(pixel(q), pixel(kv), place.seqlen)
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: _is_near(pixel(q), pixel(kv), place.seqlen)
 
 
-def sliding_tiles(place: Place) -> BlockMask:
+def sliding_tiles(place: Place) -> MaskMod:
     """Video in tiles of 64 tokens, four by four in a layer: the tiles around each."""
 
     def coordinates(index):
@@ -269,10 +208,10 @@ def sliding_tiles(place: Place) -> BlockMask:
         (t, y, x), (s, v, u) = coordinates(q), coordinates(kv)
         return ((t - s).abs() <= 1) & ((y - v).abs() <= 1) & ((x - u).abs() <= 1)
 
-    return place.block_mask(mask_mod)
+    return mask_mod
 
 
-def temporal_heads(place: Place) -> BlockMask:
+def temporal_heads(place: Place) -> MaskMod:
     """Video behind a prompt of 64 tokens: places near one's own in all frames."""
     prompt, frame = 64, place.seqlen // 8
 
@@ -280,19 +219,15 @@ def temporal_heads(place: Place) -> BlockMask:
         near = ((q - prompt) % frame - (kv - prompt) % frame).abs() < frame // 8
         return near | (q < prompt) | (kv < prompt)
 
-    return place.block_mask(mask_mod)
+    return mask_mod
 
 
-def random_blocks(place: Place) -> BlockMask:
+def random_blocks(place: Place) -> MaskMod:
     """A quarter of all blocks of 128, by a table."""
     count = place.seqlen // BLOCK
     table = place.chance(0.25, count, count) | torch.eye(count, dtype=torch.bool)
     table = table.to(place.device)
-
-    def mask_mod(b, h, q, kv):
-        return table[q // BLOCK, kv // BLOCK]
-
-    return place.block_mask(mask_mod)
+    return lambda b, h, q, kv: table[q // BLOCK, kv // BLOCK]
 
 
 def variable_blocks(place: Place) -> BlockMask:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from magi_bench.workloads import lengths
-from magi_bench.workloads.packs import document_of
+from magi_bench.workloads.llama import document_of
 
 #: Of queries and keys: those of a BlockMask.
 BLOCK = 128
@@ -22,19 +22,12 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """The sizes and the device that a mod is made for. Everything random is the same for equal places.
+    """The sizes and the device that a mod is made for. Everything random is the same for equal places."""
 
-    Attributes:
-        seqlen: queries, and keys.
-        nheads: of queries.
-        device: of all tensors.
-        seed: of documents, tables and biases.
-    """
-
-    seqlen: int
-    nheads: int
-    device: str
-    seed: int
+    seqlen: int  # queries, and keys
+    nheads: int  # of queries
+    device: str  # of all tensors
+    seed: int  # of documents, tables and biases
 
     def generator(self) -> torch.Generator:
         """On the CPU, so that all devices draw the same."""
@@ -59,16 +52,12 @@ class Place:
 
 
 class Made(NamedTuple):
-    """A mod at a place.
+    """A mod at a place."""
 
-    Attributes:
-        block_mask: of the mask; None shows everything.
-        score_mod_of: makes the score_mod of the tensors of `learned`; None where there is none.
-        learned: fp32 tensors that the score_mod captures and whose gradients are wanted, by their names.
-    """
-
-    block_mask: BlockMask | None
+    block_mask: Any  # of the mask, or its mask_mod; None shows everything
+    # makes the score_mod of the tensors of `learned`; None where there is none
     score_mod_of: Callable[..., ScoreMod] | None = None
+    # fp32 tensors that the score_mod captures and whose gradients are wanted, by their names
     learned: dict[str, Tensor] = {}  # noqa: RUF012  (never written to)
 
     def score_mod(self, learned: Sequence[Tensor]) -> ScoreMod | None:
@@ -78,35 +67,25 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Mod:
-    """One entry of the catalogue.
+    """One entry of the catalogue, named after the function that builds it: a mask_mod, a BlockMask, or `Made`."""
 
-    Attributes:
-        name: on the command line and in results.
-        kind: "mask" or "score".
-        build: makes it at a place.
-    """
+    name: str  # on the command line and in results
+    kind: str  # "mask" or "score"
+    of_place: Callable[[Place], Any]
 
-    name: str
-    kind: str
-    build: Callable[[Place], Made]
+    @classmethod
+    def of(cls, kind: str, build: Callable[[Place], Any]) -> Mod:
+        return cls(build.__name__, kind, build)
 
-    @property
-    def label(self) -> str:
-        """Its effect, in a line."""
-        return (self.build.__doc__ or "").strip().split("\n")[0]
+    def build(self, place: Place) -> Made:
+        """The mod at a place, with a BlockMask."""
+        result = self.of_place(place)
+        made = result if isinstance(result, Made) else Made(result)
+        if made.block_mask is None or isinstance(made.block_mask, BlockMask):
+            return made
+        return made._replace(block_mask=place.block_mask(made.block_mask))
 
     @property
     def facts(self) -> dict[str, str]:
         """The fields of a row that describe it."""
-        return {"about": self.label, "of": self.kind}
-
-    @classmethod
-    def of(cls, kind: str, build: Callable[[Place], Any]) -> Mod:
-        """Named after the function that builds it; one of a mask may return the BlockMask alone."""
-
-        def made(place: Place) -> Made:
-            result = build(place)
-            return Made(result) if isinstance(result, BlockMask) else result
-
-        made.__doc__ = build.__doc__
-        return cls(build.__name__, kind, made)
+        return {"about": (self.of_place.__doc__ or "").strip().split("\n")[0], "of": self.kind}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import Layout
-from magi_bench.gate import RESULTS, Check
+from magi_bench.gate import RESULTS, Check, weigh
 from magi_bench.mods.mod import BLOCK, Made, Mod, Place, ScoreMod
 from magi_bench.settings import Settings
 from magi_bench.workloads import workload
@@ -28,21 +28,13 @@ def inputs_of(settings: Settings, tokens: int) -> Inputs:
 
 class Leaves(NamedTuple):
     """The tensors of a call, with or without gradients, and the gradient of its out; attention's
-    `[1, heads, tokens, head_dim]`.
+    `[1, heads, tokens, head_dim]`."""
 
-    Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        learned: tensors that the score_mod captures.
-        dout: the gradient of out.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    learned: list[Tensor]
-    dout: Tensor
+    q: Tensor  # queries
+    k: Tensor  # keys
+    v: Tensor  # values
+    learned: list[Tensor]  # tensors that the score_mod captures
+    dout: Tensor  # the gradient of out
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -51,20 +43,11 @@ class Leaves(NamedTuple):
 
 
 class Problem:
-    """A mod at a length.
-
-    Args:
-        settings: heads, dtype, seed.
-        mod: what is asked.
-        tokens: of queries and keys.
-        gate: the same at a shorter length, which results are held to; by default this one.
-
-    Attributes:
-        yardstick: by pass, how wrong FlexAttention is, where it is right.
-    """
+    """A mod at a length; `gate` is the same at a shorter one, which results are held to, by default this one."""
 
     def __init__(self, settings: Settings, mod: Mod, tokens: int, gate: Problem | None = None):
         self.settings, self.mod, self.tokens, self.gate = settings, mod, tokens, gate or self
+        # By pass, how wrong FlexAttention is, where it is right.
         self.yardstick: dict[str, Check] = {}
         # A compiled function of each contender and pass, which both lengths have.
         self.compiled: dict[Any, Any] = {} if gate is None else gate.compiled
@@ -138,14 +121,10 @@ class Problem:
         scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
         if score_mod is not None:
             scores = score_mod(scores, *place)
-        if self.made.block_mask is not None:
-            visible = self.made.block_mask.mask_mod(*place) & self._listed(head)
-            sees_something = visible.any(-1, keepdim=True)
-            scores = scores.masked_fill(~visible & sees_something, -torch.inf)
-            weights = scores.softmax(-1).masked_fill(~sees_something, 0.0)
-        else:
-            weights = scores.softmax(-1)
-        return weights.to(v.dtype) @ v
+        block_mask, visible = self.made.block_mask, None
+        if block_mask is not None:
+            visible = block_mask.mask_mod(*place) & self._listed(head)
+        return weigh(scores, visible, v)
 
     def _listed(self, head: int) -> Tensor:
         """Bool `[tokens, tokens]`: the pairs in blocks that the lists name."""

@@ -19,21 +19,14 @@ def alibi(place: Place) -> Made:
     """Minus the distance, times a slope of the head; causal."""
     numbers = torch.arange(1, place.nheads + 1, device=place.device)
     slopes = torch.exp2(-8.0 * numbers / place.nheads)
-
-    def score_mod(score, b, h, q, kv):
-        return score - slopes[h] * (q - kv)
-
-    return Made(masks.causal(place), lambda: score_mod)
+    return Made(masks.causal(place), lambda: lambda s, b, h, q, kv: s - slopes[h] * (q - kv))
 
 
 def relative_bias(place: Place) -> Made:
     """A learned bias of each head and distance; everything is visible."""
     last = place.seqlen - 1
-
-    def of(bias: Tensor) -> ScoreMod:
-        return lambda score, b, h, q, kv: score + bias[h, q - kv + last]
-
-    return Made(None, of, {"bias": place.normal(place.nheads, 2 * last + 1)})
+    bias = place.normal(place.nheads, 2 * last + 1)
+    return Made(None, lambda x: lambda s, b, h, q, kv: s + x[h, q - kv + last], {"bias": bias})
 
 
 def t5_buckets(place: Place) -> Made:
@@ -59,11 +52,7 @@ def t5_buckets(place: Place) -> Made:
 
 def tanh_softcap(place: Place) -> Made:
     """20 tanh(score / 20); causal."""
-
-    def score_mod(score, b, h, q, kv):
-        return 20 * torch.tanh(score / 20)
-
-    return Made(masks.causal(place), lambda: score_mod)
+    return Made(masks.causal(place), lambda: lambda s, b, h, q, kv: 20 * torch.tanh(s / 20))
 
 
 def document_bias(place: Place) -> Made:
@@ -71,22 +60,16 @@ def document_bias(place: Place) -> Made:
     document = torch.arange(place.seqlen, device=place.device) * DOCUMENTS // place.seqlen
 
     def of(bias: Tensor) -> ScoreMod:
-        def score_mod(score, b, h, q, kv):
-            return score + bias[h, (document[q] - document[kv]).abs()]
-
-        return score_mod
+        return lambda s, b, h, q, kv: s + bias[h, (document[q] - document[kv]).abs()]
 
     return Made(masks.causal(place), of, {"bias": place.normal(place.nheads, DOCUMENTS)})
 
 
 def head_temperature(place: Place) -> Made:
     """The score times a learned number of the head; causal."""
-
-    def of(temperature: Tensor) -> ScoreMod:
-        return lambda score, b, h, q, kv: score * temperature[h]
-
     temperature = 1 + place.normal(place.nheads, scale=0.2)
-    return Made(masks.causal(place), of, {"temperature": temperature})
+    learned = {"temperature": temperature}
+    return Made(masks.causal(place), lambda x: lambda s, b, h, q, kv: s * x[h], learned)
 
 
 def latent_positions(place: Place) -> Made:

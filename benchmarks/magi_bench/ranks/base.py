@@ -4,52 +4,44 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import BlockMask
 
 from magi_bench.cases import Case
 from magi_bench.clock import Ready, wait
-from magi_bench.contenders.base import Contender
+from magi_bench.contenders.base import Attend, Contender, Layout
 from magi_bench.gate import Check
+from magi_bench.own_code import compiled
 from magi_bench.ranks.problem import Problem
 from magi_bench.step.contenders import NO_BACKWARD
+from magi_bench.workloads.llama import Attention
 from magi_bench.workloads.workload import Workload
 from magi_bench.world import World
+from magi_compile import _compat
 from magi_compile.kernels.plan import pack
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.ops import library  # noqa: F401  (defines torch.ops.magi)
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 class Spread(NamedTuple):
-    """A contender for one mask.
+    """A contender for one mask."""
 
-    Attributes:
-        positions: int64 `[tokens of a rank]`, where in the sequence this rank's tokens are.
-        attend: packed `[tokens, heads, head_dim]` q, k and v of them to out; differentiable.
-        received: bytes that this rank gets from others, forward and backward.
-        counted: how they are known: "plan" or "shapes".
-    """
-
-    positions: Tensor
-    attend: Attend
-    received: tuple[int, int]
-    counted: str
+    positions: Tensor  # int64 `[tokens of a rank]`, where in the sequence this rank's tokens are
+    attend: Attend  # packed `[tokens, heads, head_dim]` q, k and v of them to out; differentiable
+    received: tuple[int, int]  # bytes that this rank gets from others, forward and backward
+    counted: str  # how they are known: "plan" or "shapes"
 
 
 class RanksContender(Contender):
     """A way to run the attention of a sequence over ranks; if it `is_alone`, every rank has a sequence of its own, as
-    long as its tokens.
+    long as its tokens."""
 
-    Attributes:
-        has_local_kernel: whether it takes the name of one.
-    """
-
-    has_local_kernel: bool = False
+    has_local_kernel: bool = False  # whether it takes the name of one
     _positions: Tensor
 
     @abstractmethod
@@ -98,9 +90,28 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
     return attend
 
 
-def flex_refusals(problem: Problem, case: Case) -> list[str]:
+def flex_refusals(world: World, case: Case) -> list[str]:
     """Why FlexAttention cannot run it."""
-    return [NO_BACKWARD] if problem.world.kind == "cpu" and case.which == "fwdbwd" else []
+    return [NO_BACKWARD] if world.kind == "cpu" and case.which == "fwdbwd" else []
+
+
+def flex_on(world: World, block_mask: BlockMask, *, over_ranks: bool) -> Attend:
+    """Compiled FlexAttention of packed tensors, with PyTorch's style of context parallelism or on one rank."""
+    module = Attention(None)
+    if over_ranks:
+        parallelize_module(module, world.mesh, _compat.context_parallel_style_of_torch(2))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+        out: Tensor = module(q, k, v, block_mask)
+        return out
+
+    flex = compiled(call)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flex(*(Layout.HEADS_FIRST.of(x) for x in (q, k, v)), block_mask)
+        return Layout.HEADS_FIRST.to_packed(out)
+
+    return attend
 
 
 def bytes_of_keys(problem: Problem) -> int:

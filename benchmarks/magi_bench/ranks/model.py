@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask
@@ -23,12 +22,11 @@ from magi_bench.cases import Case
 from magi_bench.clock import Ahead, Ready
 from magi_bench.contenders.base import Contender
 from magi_bench.gate import Check
-from magi_bench.own_code import with_own_code
+from magi_bench.own_code import compiled
+from magi_bench.ranks.base import flex_refusals
 from magi_bench.settings import Settings
-from magi_bench.step.contenders import NO_BACKWARD
 from magi_bench.training import build, check_steps, steps
-from magi_bench.workloads.llama import Llama
-from magi_bench.workloads.packs import IGNORED, Pack, document_of, pack
+from magi_bench.workloads.llama import IGNORED, Llama, Pack, causal_in, document_of, pack
 from magi_bench.world import World
 from magi_compile import _compat
 from magi_compile.dtensor import SequencePlan, context_parallel, plan, plan_ahead
@@ -49,13 +47,7 @@ class Spread(NamedTuple):
 
 
 class Training(Contender):
-    """A way to spread the model's tokens; named as the contender that runs attention alone.
-
-    Args:
-        settings: of the run.
-        world: the ranks.
-        tokens: of a rank.
-    """
+    """A way to spread the model's tokens, so many on a rank; named as the contender that runs attention alone."""
 
     def __init__(self, settings: Settings, world: World, tokens: int):
         self.settings, self.world, self.total = settings, world, tokens * world.size
@@ -75,7 +67,7 @@ class Training(Contender):
     def prepare(self, problem: None, case: Case) -> Ready:
         """Steps return the loss of all ranks."""
         model = self.changed(self.build())
-        loss_of = torch.compile(with_own_code(Llama.forward), dynamic=False)
+        loss_of = compiled(Llama.forward)
 
         def make(turn: int) -> tuple[Pack, Any]:
             batch = self.batch(turn)
@@ -164,7 +156,7 @@ class TorchTraining(Training):
         self._balancer = _compat.load_balancer_of_torch("HeadTail", *arguments)
 
     def supports(self, problem: None, case: Case) -> list[str]:
-        return [NO_BACKWARD] if self.world.kind == "cpu" and case.which == "fwdbwd" else []
+        return flex_refusals(self.world, case)
 
     def mask(self, batch: Pack) -> BlockMask:
         """By eager code, which makes it more slowly than the compiled code that PyTorch would run."""
@@ -190,12 +182,3 @@ class TorchTraining(Training):
 
 #: In the order of reports.
 TRAININGS: tuple[type[Training], ...] = (MagiTraining, MagiAheadTraining, TorchTraining)
-
-
-def causal_in(document: Tensor) -> Any:
-    """The mask_mod of causal documents."""
-
-    def mask_mod(b, h, q, kv):
-        return (document[q] == document[kv]) & (q >= kv)
-
-    return mask_mod

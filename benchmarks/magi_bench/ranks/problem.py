@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_bench.gate import RESULTS, Check
+from magi_bench.gate import RESULTS, Check, weigh
 from magi_bench.settings import Settings
 from magi_bench.workloads import workload
 from magi_bench.workloads.workload import Inputs, Workload
@@ -20,28 +20,16 @@ ROWS = 256
 
 
 class Truth(NamedTuple):
-    """Out, dq, dk and dv of the first and the last key-value head and their queries, `[tokens, heads, head_dim]`.
+    """Out, dq, dk and dv of the first and the last key-value head and their queries, `[tokens, heads, head_dim]`."""
 
-    Attributes:
-        exact: in fp64.
-        allowed: the relative error of each: twice that of plain PyTorch in the dtype of the inputs, and one rounding
-            step.
-    """
-
-    exact: list[Tensor]
+    exact: list[Tensor]  # in fp64
+    # the relative error of each: twice that of plain PyTorch in the dtype of the inputs, and one rounding step
     allowed: dict[str, float]
 
 
 class Problem:
-    """A mask and tensors over a whole sequence, the same on all ranks.
-
-    Args:
-        settings: heads, dtype, seed.
-        world: the ranks.
-        mask: a name in the library of masks.
-        tokens: of a rank.
-        is_alone: whether the sequence is as long as one rank's tokens, so that every rank has one of its own.
-    """
+    """A mask and tensors over a whole sequence, the same on all ranks. If it `is_alone`, the sequence is as long as
+    one rank's tokens, so that every rank has one of its own."""
 
     def __init__(
         self, settings: Settings, world: World, mask: str, tokens: int, is_alone: bool = False
@@ -129,23 +117,9 @@ class Problem:
 
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of some rows, dense, and their share of the gradients.
-
-    Args:
-        q: `[heads, rows, head_dim]`, like `dout`.
-        k: `[keys, head_dim]`, like `v`; of the one head that all heads of q share.
-        v: see `k`.
-        dout: the gradient of out.
-        visible: bool `[rows, keys]`; every row sees something.
-
-    Returns:
-        out, dq, dk and dv, in the dtype and the shapes of the arguments.
-    """
-    scale = q.shape[-1] ** -0.5
-    scores = (q @ k.T * scale).masked_fill_(~visible, float("-inf"))
-    p = scores.softmax(-1)
-    out, dp = p @ v, dout @ v.T
-    dscores = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-    dk, dv = (torch.einsum("hqk,hqd->kd", x, y) for x, y in ((dscores, q), (p, dout)))
-    return out, dscores @ k, dk, dv
+) -> tuple[Tensor, ...]:
+    """Out of some rows `[heads, rows, head_dim]` of q, by the keys `[keys, head_dim]` of the one head that they share,
+    and their share of dq, dk and dv; everything in the dtype of the arguments."""
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = weigh(q @ k.T * q.shape[-1] ** -0.5, visible, v)
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))

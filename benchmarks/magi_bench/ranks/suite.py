@@ -25,19 +25,12 @@ from magi_bench.workloads.lengths import SAMPLERS
 from magi_bench.world import World
 
 ALL_MASKS = (
-    "document_causal",
-    "causal",
-    "sliding_window_causal",
-    "block_causal_document",
+    *("document_causal", "causal", "sliding_window_causal", "block_causal_document"),
     "prefix_lm_causal",
 )
 #: Masks that do not know documents.
 ONE_SEQUENCE = (
-    "full",
-    "causal",
-    "sliding_window",
-    "sliding_window_causal",
-    "global_sliding_window",
+    *("full", "causal", "sliding_window", "sliding_window_causal", "global_sliding_window"),
     "prefix_lm_causal",
 )
 BLOCK = 128
@@ -66,21 +59,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         ],
     }
 }
-QUICK = {
-    "tokens": [256],
-    "heads": "4:2",
-    "head_dim": 32,
-    "rounds": 2,
-    "turn_ms": 2.0,
-    "vocab": 256,
-    "train_layers": 2,
-}
+QUICK = {"tokens": [256], "heads": "4:2", "head_dim": 32, "rounds": 2, "turn_ms": 2.0, "vocab": 256}
+QUICK["train_layers"] = 2
 DESCRIPTION = """Attention across ranks, host included: ours, PyTorch's context parallelism, the strategies of the
 field, one rank alone. Starts its own processes, or takes those that torchrun has started. Time goes into compilation: a
 mask, a length and a pass cost FlexAttention's contenders a graph each (on two cores of a CPU 10 to 40 s, and on a GPU
 seconds), the BlockMask of PyTorch's context parallelism another; ours and `one-rank` compile their CUDA kernels once.
 --seconds begins nothing that would end later, judging by what a contender took before."""
-PASSES = {"fwd": "Forward", "fwdbwd": "Forward, backward"}
 
 
 class Ranks(runner.Suite):
@@ -88,17 +73,13 @@ class Ranks(runner.Suite):
 
     title = "Attention across ranks"
     notes = (
-        "Times are of the slowest rank, host included: medians over rounds in which contenders "
-        "take turns. Ratios are to ours, above "
-        "1 where ours is faster. TFLOP/s are of a rank, by the mean visible area of its queries. "
-        "Received is what the rank that "
-        "receives most gets from others in a call: of ours counted from the plan, of the others "
-        "from shapes. Peak memory is what "
-        "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric "
-        "memory are not in it. Documents of HybridCP are on their ranks before a call. A call of the "
-        "model spreads a batch of new documents, and ours plans their mask in it or on a thread while "
-        "the call before runs, while PyTorch's BlockMask is made before; with a backward it adds the "
-        "gradients up over ranks."
+        "Times are of the slowest rank, host included: medians over rounds in which contenders take turns. Ratios are "
+        "to ours, above 1 where ours is faster. TFLOP/s are of a rank, by the mean visible area of its queries. "
+        "Received is what the rank that receives most gets from others in a call: of ours counted from the plan, of "
+        "the others from shapes. Peak memory is what PyTorch's allocator holds in a call beyond the inputs; buffers "
+        "of NCCL and symmetric memory are not in it. Documents of HybridCP are on their ranks before a call. A call "
+        "of the model spreads a batch of new documents, and ours plans their mask in it or on a thread while the call "
+        "before runs, while PyTorch's BlockMask is made before; with a backward it adds the gradients up over ranks."
     )
     has_peak = True
     world: World
@@ -152,7 +133,7 @@ class Ranks(runner.Suite):
             words.append(f"of {case.lengths}")
         if case.seed != self.settings.seed:
             words.append(f"pack {case.seed - self.settings.seed + 1}")
-        return {"group": PASSES[case.which], "what": ", ".join(words)}
+        return {**super().place(case), "what": ", ".join(words)}
 
     def kind(self, case: Case) -> str:
         return case.level
@@ -170,55 +151,27 @@ class Ranks(runner.Suite):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option of the command."""
     parser.description = DESCRIPTION
-    parser.add_argument(
-        "--ranks",
-        type=arguments.count,
-        help="processes to start, by default one a GPU, or 2 on a CPU; not with torchrun",
-    )
-    parser.add_argument("--all-masks", action="store_true", help=f"{', '.join(ALL_MASKS)}")
-    parser.add_argument(
-        "--model",
-        action="store_true",
-        help="in place of attention alone, steps of a Llama of --layers on packed causal documents, ours, planned "
-        "in the step or ahead, and torch-head-tail; each compiles its model once a pass, about half a minute",
-    )
-    count = arguments.count
-    parser.add_argument("--layers", dest="train_layers", type=count, default=4, help="of the model")
+    option, count = parser.add_argument, arguments.count
+    words = "processes to start, by default one a GPU, or 2 on a CPU; not with torchrun"
+    option("--ranks", type=count, help=words)
+    option("--all-masks", action="store_true", help=f"{', '.join(ALL_MASKS)}")
+    words = "in place of attention alone, steps of a Llama of --layers on packed causal documents"
+    option("--model", action="store_true", help=words)
+    option("--layers", dest="train_layers", type=count, default=4, help="of the model")
     names = list(dict.fromkeys(x.name for x in (*CONTENDERS, *TRAININGS)))
-    parser.add_argument("--contenders", nargs="+", choices=names, metavar="NAME")
-    parser.add_argument("--preset", choices=PRESETS, help="options that are not given as of others")
-    parser.add_argument(
-        "--local-kernel",
-        dest="local_kernels",
-        nargs="+",
-        choices=LOCAL_KERNELS,
-        default=["ours"],
-        help="of strategies, one after another; on a CPU ours",
-    )
-    parser.add_argument(
-        "--ulysses-degree",
-        type=count,
-        default=0,
-        help="ranks that share heads in usp and loongtrain, by default as many as heads allow and leave a ring",
-    )
-    parser.add_argument(
-        "--window", type=count, default=0, help="ranks of a window of loongtrain's double ring"
-    )
-    parser.add_argument(
-        "--exposed",
-        action="store_true",
-        help="time strategies without moves, too: what is not hidden",
-    )
-    parser.add_argument(
-        "--lengths",
-        dest="samplers",
-        nargs="+",
-        choices=SAMPLERS,
-        help="of documents, one after another",
-    )
-    parser.add_argument(
-        "--packs", type=count, help="of documents, for each mask, length and sampler"
-    )
+    option("--contenders", nargs="+", choices=names, metavar="NAME")
+    option("--preset", choices=PRESETS, help="options that are not given as of others")
+    several: dict[str, Any] = {"nargs": "+", "choices": LOCAL_KERNELS, "default": ["ours"]}
+    words = "of strategies, one after another; on a CPU ours"
+    option("--local-kernel", dest="local_kernels", help=words, **several)
+    words = "ranks that share heads in usp and loongtrain, by default as many as heads allow and leave a ring"
+    option("--ulysses-degree", type=count, default=0, help=words)
+    option("--window", type=count, default=0, help="ranks of a window of loongtrain's double ring")
+    words = "time strategies without moves, too: what is not hidden"
+    option("--exposed", action="store_true", help=words)
+    several = {"nargs": "+", "choices": SAMPLERS, "help": "of documents, one after another"}
+    option("--lengths", dest="samplers", **several)
+    option("--packs", type=count, help="of documents, for each mask, length and sampler")
     more = ("tokens", "masks", "dtype", "vocab", "turn_ms", "seed")
     arguments.add(parser, (*arguments.RUN, *more), **dict.fromkeys(DEFAULTS))
     parser.set_defaults(command=run)

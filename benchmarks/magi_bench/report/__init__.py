@@ -14,20 +14,8 @@ __all__ = ["write_readme_table", "write_report"]
 def write_report(
     results: Results, output: Path, title: str | None = None, note: str = ""
 ) -> list[Path]:
-    """Writes the report as `output` with .md and with .html.
-
-    Args:
-        results: rows of any runs.
-        output: a path; .md and .html are added to its name.
-        title: of the report; by default that of the first run.
-        note: a paragraph below the title; empty for none.
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        ValueError: there is nothing to report.
-    """
+    """Writes the report as `output` with .md and with .html, under the title of the first run or another; gives the
+    files. A ValueError if there is nothing to report."""
     if not results.ok_rows():
         raise ValueError("the results must hold at least one measured row, got none")
     written = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from magi_bench.cases import format_length
+from magi_bench.cases import PASS_TITLES, format_length
 from magi_bench.report import tables
-from magi_bench.results.rows import Results
+from magi_bench.results.rows import Results, Row
 
 BEGIN, END = "<!-- magi-bench report -->", "<!-- end of magi-bench report -->"
 # Lengths in the README.
@@ -17,19 +17,12 @@ def to_markdown(results: Results, title: str | None = None, note: str = "") -> s
     parts = [f"# {title or tables.title(results)}", ""]
     parts += [x for words in (note, *tables.notes(results)) if words for x in (words, "")]
     parts += [f"- {name}: {value}" for name, value in tables.facts(results)] + [""]
-    for group in tables.groups(results):
-        parts += [f"## {group.title}", ""]
-        for which in group.passes:
-            parts += [f"### {tables.PASS_TITLES[which]}, {tables.unit(group)[0]}", ""]
-            parts += [*table(*tables.speed_table(group, which)), ""]
-        parts += ["### Other costs, medians", "", *table(*tables.cost_table(group)), ""]
-    for section in tables.sections(results):
-        parts += [f"## {section.title}", "", *table(section.header, section.lines), ""]
-    missing = tables.absent(results)
-    if missing:
-        header = ["contender", "outcome", "reason", "cases"]
-        parts += ["## Without a number", "", *table(header, list(map(list, missing))), ""]
-    parts += ["## Runs", "", *table(*tables.run_table(results)), ""]
+    runs = tables.Section("Runs", [tables.run_table(results)])
+    for section in (*tables.sections(results), runs):
+        parts += [f"## {section.title}", ""]
+        for made in section.tables:
+            parts += [f"### {made.title}", ""] if made.title else []
+            parts += [*table(made.header, made.lines), ""]
     return "\n".join(parts)
 
 
@@ -41,44 +34,31 @@ def table(header: list[str], lines: list[list[str]]) -> list[str]:
 
 def readme_table(results: Results) -> str:
     """Our fastest kernel beside the fastest other, of the first group."""
-    group = next(g for g in tables.groups(results) if any(map(tables.is_ours, g.names)))
-    ours = [tables.label(name) for name in group.names if tables.is_ours(name)]
-    whose = ours[0] if len(ours) == 1 else "ours"
+    group = next(group for group in tables.groups(results) if group.ours)
+    whose = group.labels[group.ours[0]] if len(group.ours) == 1 else "ours"
     header = ["mask", "tokens"]
     for which in ("fwd", "bwd"):
-        header += [f"{tables.PASS_TITLES[which].lower()}, {whose}", "best other", "ratio"]
+        header += [f"{PASS_TITLES[which].lower()}, {whose}", "best other", "ratio"]
     lines = []
-    for mask in group.masks:
-        for seqlen in README_SEQLENS:
-            rows = group.at(mask, seqlen)
-            line = [mask, format_length(seqlen)]
-            for which in ("fwd", "bwd"):
-                line += _against_best(rows, which, tables.unit(group)[1])
-            if any(cell != "-" for cell in line[2:]):
-                lines.append(line)
+    for mask, seqlen, rows in group.every():
+        cells = [x for which in ("fwd", "bwd") for x in _against_best(rows, which, group.unit[1])]
+        if seqlen in README_SEQLENS and any(cell != "-" for cell in cells):
+            lines.append([mask, format_length(seqlen), *cells])
     return "\n".join(table(header, lines))
 
 
-def _against_best(rows: dict[str, tables.Row], which: str, size: float) -> list[str]:
+def _against_best(rows: dict[str, Row], which: str, size: float) -> list[str]:
     ours, other = (tables.best(rows, which, ours) for ours in (True, False))
     ratio = tables.ratio_to_best(rows, which)
     return [
         tables.number(ours[1] / size) if ours else "-",
-        f"{tables.number(other[1] / size)}, {tables.label(other[0])}" if other else "-",
+        f"{tables.number(other[1] / size)}, {other[0]}" if other else "-",
         f"{ratio:.2f}" if ratio else "-",
     ]
 
 
 def write_readme_table(results: Results, path: Path) -> None:
-    """Replaces what stands between the two marks in `path`.
-
-    Args:
-        results: rows of any runs.
-        path: a Markdown file with both marks.
-
-    Raises:
-        ValueError: the marks are missing.
-    """
+    """Replaces what stands between the two marks in the Markdown file `path`; a ValueError if they are missing."""
     text = path.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -5,28 +5,54 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from magi_bench import contenders
-from magi_bench.cases import PASSES, Case, format_length
-from magi_bench.results.rows import Results
+from magi_bench.cases import PASS_TITLES, PASSES, Case, format_length
+from magi_bench.results.rows import Results, Row
 from magi_bench.workloads.workload import MASKS
 
-Row = dict[str, Any]
+# How a case without a number reads, where it is not its status.
+SHORT = {"unsupported": "-", "unavailable": "-", "oom": "OOM"}
 
-PASS_TITLES = {"fwd": "Forward", "bwd": "Backward", "fwdbwd": "Forward and backward"}
-# How a case without a number reads.
-SHORT = {
-    "unsupported": "-",
-    "unavailable": "-",
-    "oom": "OOM",
-    "wrong": "wrong",
-    "error": "error",
-    "crash": "crash",
-    "timeout": "timeout",
-}
+
+class Table(NamedTuple):
+    """A table with a title, and words above it."""
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+    words: str = ""
+
+
+class Section(NamedTuple):
+    """A heading with its tables; of kernels also their group, of which pages draw charts."""
+
+    title: str
+    tables: list[Table]
+    group: Group | None = None
+
+
+def sections(results: Results) -> Iterator[Section]:
+    """Every table of a report but that of its runs: kernels by their groups, all other rows by their headings."""
+    for group in groups(results):
+        made = [speed_table(group, which) for which in group.passes]
+        yield Section(group.title, [*made, share_table(group), cost_table(group)], group)
+    found: dict[str, list[Row]] = {}
+    devices = {run["device"] for run in results.runs.values()}
+    for row in results.rows.values():
+        if not is_of_kernels(row):
+            device = results.runs[row["run"]]["device"] if len(devices) > 1 else ""
+            title = ", ".join(filter(None, (row.get("group", row["case"]["level"]), device)))
+            found.setdefault(title, []).append(row)
+    for title, rows in found.items():
+        yield Section(title, [row_table(rows)])
+    if about := [row for row in results.rows.values() if "about" in row]:
+        yield Section("What becomes of each", [coverage(about)])
+    if missing := absent(results):
+        header = ["contender", "outcome", "reason", "cases"]
+        yield Section("Without a number", [Table("", header, missing)])
 
 
 @dataclass
@@ -47,11 +73,16 @@ class Group:
         return f"{kind}, heads {self.heads}, head_dim {self.head_dim}, {self.dtype}, {self.device}"
 
     @property
-    def names(self) -> list[str]:
-        """Contenders with a result, ours first, else in the order of the registry."""
-        present = {row["contender"] for row in self.rows if row["status"] == "ok"}
-        known = contenders.names()
-        return sorted(present, key=lambda n: (not is_ours(n), known.index(n) if n in known else 99))
+    def labels(self) -> dict[str, str]:
+        """The labels of contenders with a result by their names, ours first."""
+        ok = sorted((x for x in self.rows if x["status"] == "ok"), key=lambda x: not x["is_ours"])
+        return {row["contender"]: row["label"] for row in ok}
+
+    @property
+    def ours(self) -> list[str]:
+        """Those of `labels` that are ours."""
+        ours = {row["contender"] for row in self.rows if row["is_ours"]}
+        return [name for name in self.labels if name in ours]
 
     @property
     def passes(self) -> list[str]:
@@ -61,13 +92,24 @@ class Group:
     @property
     def masks(self) -> list[str]:
         labels = {case_of(row).mask_label: case_of(row) for row in self.rows}
-        return sorted(
-            labels, key=lambda x: (MASKS.index(labels[x].mask), labels[x].block, labels[x].density)
-        )
+
+        def order(label: str) -> tuple[Any, ...]:
+            case = labels[label]
+            place = MASKS.index(case.mask) if case.mask in MASKS else len(MASKS)
+            return place, case.block, case.density
+
+        return sorted(labels, key=order)
 
     @property
     def seqlens(self) -> list[int]:
         return sorted({row["case"]["seqlen"] for row in self.rows})
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """TFLOP/s, or GFLOP/s where that is all there is, and its size in TFLOP/s."""
+        times = [x for row in self.rows for x in row.get("passes", {}).values()]
+        best = max((x.get("tflops", 0.0) for x in times), default=0.0)
+        return ("TFLOP/s", 1.0) if best >= 10 else ("GFLOP/s", 1e-3)
 
     def at(self, mask: str, seqlen: int) -> dict[str, Row]:
         """The rows of a case by contender."""
@@ -78,26 +120,20 @@ class Group:
                 found[row["contender"]] = {**row, **({"passes": passes} if passes else {})}
         return found
 
+    def every(self) -> Iterator[tuple[str, int, dict[str, Row]]]:
+        """Each mask and length with its rows."""
+        for mask in self.masks:
+            for seqlen in self.seqlens:
+                if rows := self.at(mask, seqlen):
+                    yield mask, seqlen, rows
+
 
 def case_of(row: Row) -> Case:
     return Case.from_json(row["case"])
 
 
-def is_ours(name: str) -> bool:
-    return name in contenders.names() and contenders.load(name).is_ours
-
-
-def label(name: str) -> str:
-    return contenders.load(name).label if name in contenders.names() else name
-
-
-def label_of(row: Row) -> str:
-    """The label of the contender, as the row has it or, in files of before, as it is called today."""
-    return row["label"] if "label" in row else label(row["contender"])
-
-
 def is_of_kernels(row: Row) -> bool:
-    """True if a row is of `kernel` or `sparse`, which have tables and charts of their own; others have `sections`."""
+    """True if a row is of `kernel` or `sparse`, whose tables have a column for each contender; others have a line."""
     return row["case"]["level"] in ("kernel", "sparse")
 
 
@@ -112,7 +148,7 @@ def groups(results: Results, every: bool = False) -> list[Group]:
         documents = "longca" if case.lengths == "blocks" else case.lengths  # of one preset
         key = (device, case.level, documents, case.heads, case.head_dims_label, case.dtype)
         found.setdefault(key, Group(*key, rows=[])).rows.append(row)
-    return [group for group in found.values() if group.names]
+    return [group for group in found.values() if group.labels]
 
 
 def tflops(row: Row | None, which: str) -> float | None:
@@ -121,55 +157,41 @@ def tflops(row: Row | None, which: str) -> float | None:
     return row["passes"].get(which, {}).get("tflops")
 
 
-def unit(group: Group) -> tuple[str, float]:
-    """TFLOP/s, or GFLOP/s where that is all there is, and its size in TFLOP/s."""
-    best = max(
-        (x.get("tflops", 0.0) for row in group.rows for x in row.get("passes", {}).values()),
-        default=0.0,
-    )
-    return ("TFLOP/s", 1.0) if best >= 10 else ("GFLOP/s", 1e-3)
-
-
 def number(value: float) -> str:
     """A speed in a group's unit: whole numbers from 10 on, one decimal below."""
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def speed_table(group: Group, which: str) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: a mask and length each, all contenders, and ours against the best of the others."""
-    names, (_, size) = group.names, unit(group)
-    has_ratio = any(map(is_ours, names)) and not all(map(is_ours, names))
-    header = ["mask", "tokens", *map(label, names)] + ["ours / best other"] * has_ratio
+def speed_table(group: Group, which: str) -> Table:
+    """A line for each mask and length: all contenders, and ours against the best of the others."""
+    unit, size = group.unit
+    has_ratio = 0 < len(group.ours) < len(group.labels)
+    header = ["mask", "tokens", *group.labels.values()] + ["ours / best other"] * has_ratio
     lines = []
-    for mask in group.masks:
-        for seqlen in group.seqlens:
-            rows = group.at(mask, seqlen)
-            if not rows:
-                continue
-            line = [mask, format_length(seqlen)]
-            line += [_speed(rows.get(name), which, size) for name in names]
-            if has_ratio:
-                ratio = ratio_to_best(rows, which)
-                line.append(f"{ratio:.2f}" if ratio else "-")
-            lines.append(line)
-    return header, lines
-
-
-def _speed(row: Row | None, which: str, size: float) -> str:
-    if row is None:
-        return "not run"
-    value = tflops(row, which)
-    return SHORT.get(row["status"], "-") if value is None else number(value / size)
+    for mask, seqlen, rows in group.every():
+        line = [mask, format_length(seqlen)]
+        for row in map(rows.get, group.labels):
+            value = tflops(row, which)
+            if row is not None and row["status"] != "ok":
+                line.append(SHORT.get(row["status"], str(row["status"])))
+            else:
+                nothing = "not run" if row is None else "-"
+                line.append(nothing if value is None else number(value / size))
+        if has_ratio:
+            ratio = ratio_to_best(rows, which)
+            line.append(f"{ratio:.2f}" if ratio else "-")
+        lines.append(line)
+    return Table(f"{PASS_TITLES[which]}, {unit}", header, lines)
 
 
 def best(rows: dict[str, Row], which: str, ours: bool) -> tuple[str, float] | None:
-    """The fastest contender of a case among ours or the others."""
-    speeds = {
-        name: speed
-        for name, row in rows.items()
-        if is_ours(name) == ours and (speed := tflops(row, which)) is not None
-    }
-    return max(speeds.items(), key=lambda item: item[1]) if speeds else None
+    """The label and the speed of the fastest contender of a case among ours or the others."""
+    speeds = [
+        (speed, row["label"])
+        for row in rows.values()
+        if row["is_ours"] == ours and (speed := tflops(row, which)) is not None
+    ]
+    return max(speeds)[::-1] if speeds else None
 
 
 def ratio_to_best(rows: dict[str, Row], which: str) -> float | None:
@@ -178,64 +200,65 @@ def ratio_to_best(rows: dict[str, Row], which: str) -> float | None:
     return ours[1] / other[1] if ours and other else None
 
 
-def ratios(group: Group, which: str) -> list[float]:
-    """`ratio_to_best` of all cases that have one."""
-    found = (ratio_to_best(group.at(m, s), which) for m in group.masks for s in group.seqlens)
-    return [ratio for ratio in found if ratio]
-
-
 def geometric_mean(values: Iterable[float]) -> float:
     logarithms = [math.log(value) for value in values]
     return math.exp(sum(logarithms) / len(logarithms))
 
 
-def heat_map(group: Group, which: str) -> dict[str, dict[str, float]]:
+def shares(group: Group, which: str) -> dict[tuple[str, str], float]:
     """By contender and mask: the share of the case's fastest speed, as a geometric mean over the lengths."""
-    shares: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for mask in group.masks:
-        for seqlen in group.seqlens:
-            rows = group.at(mask, seqlen)
-            speeds = {name: s for name, row in rows.items() if (s := tflops(row, which))}
-            for name, speed in speeds.items():
-                shares[name][mask].append(speed / max(speeds.values()))
-    return {
-        name: {mask: geometric_mean(found) for mask, found in by_mask.items()}
-        for name, by_mask in shares.items()
-    }
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for mask, _, rows in group.every():
+        speeds = {name: s for name, row in rows.items() if (s := tflops(row, which))}
+        for name, speed in speeds.items():
+            found[name, mask].append(speed / max(speeds.values()))
+    return {key: geometric_mean(x) for key, x in found.items()}
 
 
-def cost_table(group: Group) -> tuple[list[str], list[list[str]]]:
-    """Medians over all cases of what speed does not show, and the worst error that the gate found."""
-    header = ["contender", "plan ms", "first s", "host us", "noise", "worst error / allowed"]
+def share_table(group: Group) -> Table:
+    """`shares` of every pass."""
     lines = []
-    for name in group.names:
+    for which in group.passes:
+        found = shares(group, which)
+        for name, label in group.labels.items():
+            cells = (found.get((name, mask)) for mask in group.masks)
+            written = ("-" if share is None else f"{share:.0%}" for share in cells)
+            lines.append([label, PASS_TITLES[which].lower(), *written])
+    words = "Geometric means over the lengths that each one ran."
+    header = ["contender", "pass", *group.masks]
+    return Table("Share of the fastest contender's speed", header, lines, words)
+
+
+def cost_table(group: Group) -> Table:
+    """Medians over all cases of what speed does not show, the most memory, and the worst error that the gate found."""
+    header = ["contender", "plan ms", "first s", "host us", "peak MiB", "noise"]
+    lines = []
+    for name, label in group.labels.items():
         rows = [r for r in group.rows if r["contender"] == name and r["status"] == "ok"]
-        hosts = [x["host_ms"] for r in rows for x in r["passes"].values() if "host_ms" in x]
-        noise = [(x["p80_ms"] - x["p20_ms"]) / x["ms"] for r in rows for x in r["passes"].values()]
+        passes = [x for r in rows for x in r["passes"].values()]
+        hosts = [x["host_ms"] for x in passes if "host_ms" in x]
+        peaks = [x["peak_bytes"] for x in passes if "peak_bytes" in x]
+        noise = [(x["p80_ms"] - x["p20_ms"]) / x["ms"] for x in passes]
         errors = [
             error / r["gate"]["allowed"][key]
             for r in rows
             for key, error in r["gate"]["errors"].items()
         ]
-        lines.append(
-            [
-                label(name),
-                f"{statistics.median(r['plan_ms'] for r in rows):.2f}",
-                f"{statistics.median(r['first_s'] for r in rows):.2f}",
-                f"{1e3 * statistics.median(hosts):.0f}" if hosts else "-",
-                f"{statistics.median(noise):.1%}",
-                f"{max(errors):.2f}",
-            ]
-        )
-    return header, lines
-
-
-class Section(NamedTuple):
-    """A table of what is no kernel's."""
-
-    title: str
-    header: list[str]
-    lines: list[list[str]]
+        line = [
+            label,
+            f"{statistics.median(r['plan_ms'] for r in rows):.2f}",
+            f"{statistics.median(r['first_s'] for r in rows):.2f}",
+            f"{1e3 * statistics.median(hosts):.0f}" if hosts else "-",
+            f"{max(peaks) / 2**20:,.0f}" if peaks else "-",
+            f"{statistics.median(noise):.1%}",
+            f"{max(errors):.2f}",
+        ]
+        lines.append(line)
+    words = (
+        "Preparing for a new mask of a known shape, the first calls with compilation, the time until a call returns, "
+        "and the spread from the 20th to the 80th percentile; at most, the memory of a call beyond its inputs."
+    )
+    return Table("Other costs, medians", [*header, "worst error / allowed"], lines, words)
 
 
 def _mebibytes(value: float) -> str:
@@ -264,44 +287,38 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "recompiles": ("recompiled", str),
     "way": ("way", str),
 }
+#: What tells cases of one heading apart, where it differs: the name of a case's attribute, and of its column.
+FACTS = {
+    "heads": "heads",
+    "head_dims_label": "head_dim",
+    "layers": "layers",
+    "ranks": "ranks",
+    "which": "pass",
+}
 
 
-def sections(results: Results) -> list[Section]:
-    """A table for each heading: a line for each case and contender; and what becomes of every mod."""
-    found: dict[tuple[str, ...], list[Row]] = {}
-    devices = {run["device"] for run in results.runs.values()}
-    for row in results.rows.values():
-        if not is_of_kernels(row):
-            device = results.runs[row["run"]]["device"]
-            key = (row.get("group", row["case"]["level"]), *((device,) if len(devices) > 1 else ()))
-            found.setdefault(key, []).append(row)
-    made = [Section(", ".join(key), *_section(rows)) for key, rows in found.items()]
-    return made + coverage(row for row in results.rows.values() if "about" in row)
-
-
-def _section(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+def row_table(rows: list[Row]) -> Table:
+    """A line for each case and contender."""
     called = list(dict.fromkeys(what_of(row) for row in rows))
 
     def order(row: Row) -> tuple[Any, ...]:
         case = case_of(row)
         return called.index(what_of(row)), case.layers, case.ranks, case.which, case.seqlen
 
-    header, facts = ["what", "tokens"], []
-    for name in ("heads", "head_dims_label", "layers", "ranks", "which"):
-        if len({getattr(case_of(row), name) for row in rows}) > 1:
-            facts.append(name)
-            header.append({"head_dims_label": "head_dim", "which": "pass"}.get(name, name))
+    facts = [name for name in FACTS if len({getattr(case_of(row), name) for row in rows}) > 1]
     fields = [name for name in COLUMNS if any(_field(row, name) is not None for row in rows)]
+    header = ["what", "tokens", *(FACTS[name] for name in facts)]
     header += ["contender", "ms", *(COLUMNS[name][0] for name in fields)]
     lines = []
     for row in sorted(rows, key=order):
         case = case_of(row)
         line = [what_of(row), format_length(case.seqlen)]
         line += [str(getattr(case, name)) for name in facts]
-        line += [label_of(row), _milliseconds(row)]
+        ms = _field(row, "ms")
+        line += [row["label"], row["status"] if ms is None else f"{ms:.{3 if ms < 100 else 1}f}"]
         values = ((COLUMNS[name][1], _field(row, name)) for name in fields)
         lines.append([*line, *("-" if x is None else written(x) for written, x in values)])
-    return header, lines
+    return Table("", header, lines)
 
 
 def what_of(row: Row) -> str:
@@ -313,34 +330,18 @@ def _field(row: Row, name: str) -> Any:
     return next(iter(row.get("passes", {"": {}}).values())).get(name, row.get(name))
 
 
-def _milliseconds(row: Row) -> str:
-    """The milliseconds of a call, or why there are none."""
-    if "passes" not in row:
-        return str(row["status"])
-    (times,) = row["passes"].values()
-    return f"{times['ms']:.3f}" if times["ms"] < 100 else f"{times['ms']:.1f}"
-
-
-def coverage(rows: Iterable[Row]) -> list[Section]:
-    """Describes every mod, and how and why each of ours runs it; nothing where there are no mods."""
-    by_mod: dict[str, list[Row]] = {}
-    for row in rows:
-        by_mod.setdefault(what_of(row), []).append(row)
-    every = [row for of_mod in by_mod.values() for row in of_mod if row["is_ours"]]
-    ours = {row["contender"]: label_of(row) for row in every}
+def coverage(rows: list[Row]) -> Table:
+    """Describes every mod, and how and why each of ours runs it."""
+    ours = {row["contender"]: row["label"] for row in rows if row["is_ours"]}
     lines = []
-    for mod, of_mod in by_mod.items():
+    for mod in dict.fromkeys(map(what_of, rows)):
+        of_mod = [row for row in rows if what_of(row) == mod]
         mine = [row for row in of_mod if row["is_ours"]]
         line = [mod, of_mod[0]["of"], of_mod[0]["about"]]
         line += [_joined(_way(row) for row in mine if row["contender"] == name) for name in ours]
-        why = (
-            x
-            for row in mine
-            for x in (row.get("notes", ()) if row["status"] == "ok" else [row["reason"]])
-        )
-        lines.append([*line, _joined(why)])
-    header = ["mod", "of", "what", *ours.values(), "why"]
-    return [Section("What becomes of each", header, lines)] if lines else []
+        why = (row.get("notes", ()) if row["status"] == "ok" else [row["reason"]] for row in mine)
+        lines.append([*line, _joined(x for found in why for x in found)])
+    return Table("", ["mod", "of", "what", *ours.values(), "why"], lines)
 
 
 def _way(row: Row) -> str:
@@ -364,20 +365,21 @@ def ratios_by_contender(results: Results) -> dict[str, tuple[float, float, float
     return {name: (geometric_mean(x), min(x), max(x)) for name, x in found.items()}
 
 
-def absent(results: Results) -> list[tuple[str, str, str, str]]:
+def absent(results: Results) -> list[list[str]]:
     """Why there is no number: contender, status, reason, how many cases and, if they are no kernels', which."""
     counts: Counter[tuple[str, str, str]] = Counter()
     names: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
     for row in results.rows.values():
         if row["status"] != "ok":
-            key = (label_of(row), row["status"], row["reason"])
+            key = (row["label"], row["status"], row["reason"])
             counts[key] += 1
             names[key] |= {} if is_of_kernels(row) else {what_of(row): None}
-    counts.update(
-        (label(key.rsplit("/", 1)[1]), "not run", "time limit") for key in results.not_run
-    )
+    labels = {row["contender"]: row["label"] for row in results.rows.values()}
+    for planned in results.not_run:
+        name = planned.rsplit("/", 1)[1]
+        counts[labels.get(name, name), "not run", "time limit"] += 1
     return [
-        (*key, f"{count}: {', '.join(names[key])}" if names[key] else str(count))
+        [*key, f"{count}: {', '.join(names[key])}" if names[key] else str(count)]
         for key, count in sorted(counts.items())
     ]
 
@@ -399,23 +401,23 @@ def facts(results: Results) -> list[tuple[str, str]]:
     runs = list(_runs_with_rows(results).values())
     software: dict[str, list[Any]] = defaultdict(list)
     for run in runs:
-        for name in ("torch", "python", "cuda", "cudnn", "driver"):
-            software[name].append(run.get(name))
-        for name, version in run.get("versions", {}).items():
+        own = {name: run.get(name) for name in ("torch", "python", "cuda", "cudnn", "driver")}
+        for name, version in (own | run.get("versions", {})).items():
             software[name].append(version)
     versions = {name: _distinct(found) for name, found in software.items()}
     protocols = [run.get("protocol", {}) for run in runs]
     flushed = {x["flush_bytes"] // 2**20 for x in protocols if "flush_bytes" in x}
-    gated = [run["gate_seqlen"] for run in runs if "gate_seqlen" in run]
-    settings = (", ".join(f"{k} {x}" for k, x in run.get("settings", {}).items()) for run in runs)
     caches = (
         f"{n} MiB written between calls" if n else "as the last call left them" for n in flushed
     )
+    gated = [run["gate_seqlen"] for run in runs if "gate_seqlen" in run]
+    settings = (", ".join(f"{k} {x}" for k, x in run.get("settings", {}).items()) for run in runs)
     found = {
         "device": _distinct(run["device"] for run in runs),
         "software": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "power limit": _distinct(run.get("power_limit") for run in runs),
         "max SM clock": _distinct(run.get("max_sm_clock") for run in runs),
+        "large matmul": _matmul(runs),
         "timing": "; ".join(filter(None, dict.fromkeys(map(_timing, protocols)))),
         "caches": " or ".join(caches),
         "checked": f"against fp64 at up to {_distinct(gated)} tokens" if gated else "",
@@ -424,8 +426,8 @@ def facts(results: Results) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found.items() if value]
 
 
-def run_table(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: when and how each run was started, from which sources, and what a large matmul reached then."""
+def run_table(results: Results) -> Table:
+    """When and how each run was started, from which sources, and what a large matmul reached then."""
     measured = Counter(row["run"] for row in results.ok_rows())
     fields = ("date", "commit", "source", "card")
     header = [*fields, "measured", "matmul, TFLOP/s", "command"]
@@ -434,7 +436,7 @@ def run_table(results: Results) -> tuple[list[str], list[list[str]]]:
         line = [str(run.get(field, "-")) for field in fields]
         matmul = f"{run['matmul_tflops']:.3g}" if "matmul_tflops" in run else "-"
         lines.append([*line, str(measured[name]), matmul, run.get("command", "-")])
-    return header, lines
+    return Table("", header, lines)
 
 
 def _runs_with_rows(results: Results) -> dict[str, dict[str, Any]]:
@@ -442,10 +444,16 @@ def _runs_with_rows(results: Results) -> dict[str, dict[str, Any]]:
     return {name: run for name, run in results.runs.items() if name in present}
 
 
+def _matmul(runs: Iterable[dict[str, Any]]) -> str:
+    """The most that any run saw: what products of attention could reach. Later runs find a warmer card."""
+    most = max((run["matmul_tflops"] for run in runs if "matmul_tflops" in run), default=None)
+    return f"{most:.3g} TFLOP/s" if most else ""
+
+
 def _timing(protocol: dict[str, Any]) -> str:
     if protocol.get("in_turns"):
         return f"median of {protocol['rounds']} rounds, in which contenders take turns"
-    if protocol.get("interleaved"):
+    if protocol.get("rounds", 1) > 1:
         return f"median of {protocol['rounds']} rounds, contenders interleaved in one process"
     if "budget_ms" not in protocol:
         return ""
@@ -455,9 +463,3 @@ def _timing(protocol: dict[str, Any]) -> str:
 
 def _distinct(values: Iterable[Any]) -> str:
     return " or ".join(dict.fromkeys(str(value) for value in values if value is not None))
-
-
-def roofline(group: Group, results: Results) -> float | None:
-    """TFLOP/s of a large matmul: the most that any run of the group saw. Later runs find a warmer card."""
-    runs = (results.runs[row["run"]] for row in group.rows)
-    return max((run["matmul_tflops"] for run in runs if "matmul_tflops" in run), default=None)

@@ -27,19 +27,8 @@ class Verdict(NamedTuple):
 
 
 def compare(before: Results, after: Results, threshold: float = 0.03) -> list[Verdict]:
-    """Compares all passes measured in both. A pass that is ok in `before` alone is "lost".
-
-    Args:
-        before: the rows to compare with.
-        after: the new rows.
-        threshold: by what share of the time the medians must differ for another verdict than "same".
-
-    Returns:
-        A verdict for each pass that `before` has measured and of whose case `after` has a row.
-
-    Raises:
-        ValueError: a negative threshold, or nothing in common.
-    """
+    """Compares all passes measured in both, where medians must differ by the share `threshold`. A pass that is ok in
+    `before` alone is "lost". A ValueError: a negative threshold, or nothing in common."""
     if threshold < 0:
         raise ValueError(f"`threshold` must not be negative, got {threshold}")
     verdicts = []

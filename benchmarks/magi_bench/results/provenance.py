@@ -61,7 +61,8 @@ def device_name(device: str) -> str:
     """The name that the GPU or the processor reports."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
+    cpus = Path("/proc/cpuinfo")
+    for line in cpus.read_text().splitlines() if cpus.exists() else ():
         if line.startswith("model name"):
             return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
     return platform.machine()
@@ -79,33 +80,25 @@ def gpu_state() -> dict[str, int] | None:
         return None
 
 
-def _nvidia_smi(query: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
+def _said(*command: str, where: Path | None = None) -> str:
+    """The output of a command, or "unknown"."""
+    options = {"capture_output": True, "text": True, "timeout": 10, "check": True, "cwd": where}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.run(command, **options).stdout.strip()  # type: ignore[call-overload,no-any-return]
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return done.stdout.strip()
+
+
+def _nvidia_smi(query: str) -> str:
+    return _said("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0")
 
 
 def _commit() -> str:
     """The commit of the checkout that magi_compile lies in, "+" behind it if files differ."""
     root = Path(magi_compile.__file__).parents[1]
-    try:
-        head, status = (
-            subprocess.run(
-                ["git", *arguments],
-                cwd=root,
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            ).stdout.strip()
-            for arguments in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"])
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return head + ("+" if status else "")
+    head = _said("git", "rev-parse", "--short", "HEAD", where=root)
+    is_changed = _said("git", "status", "--porcelain", "-uno", where=root) not in ("", "unknown")
+    return head + "+" * is_changed
 
 
 def _source_hash() -> str:
@@ -121,10 +114,3 @@ def _source_hash() -> str:
     for _, file in sorted(files.items()):  # file systems list them in an order of their own
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from magi_bench.cases import Case
-from magi_bench.results import old
 
 Row = dict[str, Any]
 #: How a case of a contender can end. Nothing is ever a magic number.
@@ -25,17 +24,11 @@ RETRIED = frozenset({"wrong", "error", "crash", "timeout"})
 
 @dataclass
 class Results:
-    """The contents of result files. Of two rows with one key the later counts.
+    """The contents of result files. Of two rows with one key the later counts."""
 
-    Attributes:
-        runs: the provenance of every run, by its id.
-        rows: by case key and contender.
-        planned: the keys that the runs set out to measure.
-    """
-
-    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: dict[str, Row] = field(default_factory=dict)
-    planned: dict[str, None] = field(default_factory=dict)
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # their provenance, by id
+    rows: dict[str, Row] = field(default_factory=dict)  # by case key and contender
+    planned: dict[str, None] = field(default_factory=dict)  # keys that runs set out to measure
 
     @property
     def finished(self) -> set[str]:
@@ -61,22 +54,11 @@ class Results:
 
     def take(self, record: dict[str, Any]) -> None:
         """One line of a file; a KeyError if it is none."""
-        kind = record.pop("kind")
-        if kind == "run":
-            self.planned.update(dict.fromkeys(map(_renamed, record.pop("planned"))))
+        if record.pop("kind") == "run":
+            self.planned.update(dict.fromkeys(record.pop("planned")))
             self.runs[record["run"]] = record
-            return
-        if "cell" in record:  # what a case was called
-            record["case"] = record.pop("cell")
-        for name in record.keys() & {"key", "contender"}:
-            record[name] = _renamed(record[name])
-        self.rows[record["key"]] = record
-
-
-def _renamed(key: str) -> str:
-    """A key of a row, or a contender, with today's name of the contender."""
-    case, slash, contender = key.rpartition("/")
-    return case + slash + ("magi-hopper" if contender == "magi-cuda" else contender)
+        else:
+            self.rows[record["key"]] = record
 
 
 def row_key(case: Case, contender: str) -> str:
@@ -84,25 +66,10 @@ def row_key(case: Case, contender: str) -> str:
 
 
 def load(paths: Iterable[Path]) -> Results:
-    """Reads result files, earlier ones first.
-
-    Args:
-        paths: JSONL files, or JSON files of `step`, `mods`, `ranks`, `doors` or `trees` as they were written before.
-
-    Returns:
-        Their rows and runs; of two rows with one key the later.
-
-    Raises:
-        ValueError: a line is no result; the message says which.
-    """
+    """Reads JSONL files, of two rows with one key the later; a ValueError names a line that is no result."""
     results = Results()
     for path in paths:
-        text = path.read_text()
-        if text.startswith("{\n"):
-            for record in old.records_of(path.stem, json.loads(text)):
-                results.take(record)
-            continue
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 results.take(json.loads(line))
             except (ValueError, KeyError, AttributeError):
@@ -119,15 +86,8 @@ def append(path: Path, kind: str, record: Mapping[str, Any]) -> None:
 
 
 class Ledger:
-    """The results of a run, which are appended to a JSONL file as they come; created if there is none.
-
-    Args:
-        output: the file; None keeps results in memory.
-
-    Attributes:
-        results: of earlier runs in the file, and of this one.
-        finished: keys of the rows of earlier runs that need no other try.
-    """
+    """The results of a run and of earlier ones in the file, which are appended to a JSONL file as they come; None
+    keeps them in memory. Rows of earlier runs that need no other try are `finished`."""
 
     def __init__(self, output: Path | None):
         self.output, self.run_id = output, uuid.uuid4().hex[:8]

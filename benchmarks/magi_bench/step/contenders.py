@@ -14,11 +14,10 @@ from magi_bench.cases import Case
 from magi_bench.clock import Ahead, Ready
 from magi_bench.contenders.base import Contender, Layout
 from magi_bench.contenders.flash_attention import FlashAttention4
-from magi_bench.contenders.flex import BLOCK, FlexFlash
+from magi_bench.contenders.flex import FlexFlash
 from magi_bench.gate import Check, judge
-from magi_bench.step.problem import MAKERS, Problem, Way
+from magi_bench.step.problem import Problem, Way
 from magi_bench.training import build, check_steps, steps
-from magi_bench.workloads.derive import block_areas
 from magi_bench.workloads.llama import Llama, causal_within
 from magi_compile.ops.attention import flex_flash_attention
 
@@ -40,8 +39,6 @@ class Compiled(StepContender):
 
     def __init__(self) -> None:
         self._model: Llama | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._before: dict[str, Tensor] = {}
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
         if problem.ways[case.mask].mode and problem.settings.device == "cpu":
@@ -55,7 +52,8 @@ class Compiled(StepContender):
 
     def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
         if problem.ways[case.mask].group == "training":
-            return self._check_training(problem, case, results)
+            model = build(problem.settings, case.layers, problem.settings.device)
+            return check_steps(model, problem.pack(0), results)
         return check_attention(problem, case, results, Layout.HEADS_FIRST)
 
     def _compiled(self, problem: Problem, way: Way, key: Any, function: Any) -> Any:
@@ -89,24 +87,13 @@ class Compiled(StepContender):
         settings, way = problem.settings, problem.ways[case.mask]
         if self._model is None:
             self._model = build(settings, case.layers, settings.device, self.kernel_options)
-            if settings.optimizer:
-                self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
-        if self._optimizer is not None:
-            self._before = {name: x.clone() for name, x in self._model.state_dict().items()}
         loss_of = self._compiled(problem, way, ("training", case.which), Llama.forward)
 
         def make(turn: int) -> tuple[Any, ...]:
             mask = None if way.mask == "graph" else problem.new_block_mask(turn)
             return (*problem.pack(turn)[:3], mask)
 
-        return steps(self._model, loss_of, Ahead(make), case.which, optimizer=self._optimizer)
-
-    def _check_training(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
-        """Compares with the same model, with the weights of the first step."""
-        model = build(problem.settings, case.layers, problem.settings.device)
-        assert self._model is not None
-        model.load_state_dict(self._before or self._model.state_dict())
-        return check_steps(model, problem.pack(0), results)
+        return steps(self._model, loss_of, Ahead(make), case.which)
 
 
 class Flex(Compiled):
@@ -171,70 +158,8 @@ class FlashAttention(MagiEager):
         return _packed(problem, case, attend)
 
 
-class MaskOnly(StepContender):
-    """Makes a BlockMask of the document of each token."""
-
-    name = "pytorch-mask"
-    label = "PyTorch's create_block_mask"
-    groups = ("masks",)
-
-    def prepare(self, problem: Problem, case: Case) -> Ready:
-        make, documents = self._maker(problem), Masks(problem, problem.ways[case.mask])
-
-        def call() -> Sequence[Tensor]:
-            mask = make(documents.next())
-            counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
-            assert counts is not None and indices is not None
-            return [mask.kv_num_blocks, mask.kv_indices, counts, indices]
-
-        documents.renew(1)
-        return Ready(call, documents.renew)
-
-    def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
-        """The blocks that are listed, partial ones and full ones, are those that the slices say; all of them."""
-        areas = block_areas(problem.workload().slices, BLOCK, results[0].device)
-        is_full = areas == BLOCK**2
-        errors = {
-            name: float((_listed(*lists) != expected).double().mean())
-            for name, lists, expected in (
-                ("partial blocks", results[:2], (areas > 0) & ~is_full),
-                ("full blocks", results[2:], is_full),
-            )
-        }
-        return Check(problem.tokens, errors, dict.fromkeys(errors, 1e-9))
-
-    def _maker(self, problem: Problem) -> Callable[[Any], BlockMask]:
-        return MAKERS["pytorch"]
-
-
-class CompiledMaskOnly(MaskOnly):
-    name = "pytorch-mask-compiled"
-    label = "PyTorch's, compiled"
-
-    def _maker(self, problem: Problem) -> Callable[[Any], BlockMask]:
-        return problem.compiled(self.name, MAKERS["pytorch"])
-
-
-class MagiMaskOnly(MaskOnly):
-    name = "magi-mask"
-    label = "magi_compile.create_block_mask"
-    is_ours = True
-
-    def _maker(self, problem: Problem) -> Callable[[Any], BlockMask]:
-        return MAKERS["magi"]
-
-
 #: In the order of reports.
-CONTENDERS: tuple[type[StepContender], ...] = (
-    Flex,
-    FlexByFlash,
-    FlashAttention,
-    Magi,
-    MagiEager,
-    MaskOnly,
-    CompiledMaskOnly,
-    MagiMaskOnly,
-)
+CONTENDERS: tuple[type[StepContender], ...] = (Flex, FlexByFlash, FlashAttention, Magi, MagiEager)
 
 
 class Masks(Ahead):
@@ -252,18 +177,11 @@ class Masks(Ahead):
         return self._made.pop() if self._way.is_new else self._made[0]
 
     def _make(self, turn: int) -> BlockMask | Tensor:
-        if self._way.mask in ("graph", "measured"):
+        if self._way.mask == "graph":
             return self._problem.document(turn)
         maker = "magi" if self._way.mask == "magi" else "pytorch"
         make = self._problem.new_block_mask if self._way.is_new else self._problem.block_mask
         return make(turn, maker)
-
-
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """Bool `[q blocks, k blocks]`: what the lists of a BlockMask of one batch entry and head hold."""
-    counts, indices = counts[0, 0], indices[0, 0].long()
-    is_listed = torch.arange(indices.shape[1], device=indices.device) < counts[:, None]
-    return torch.zeros_like(is_listed).scatter(1, indices, is_listed)
 
 
 def _attend(
@@ -276,11 +194,7 @@ def _attend(
 
 
 def _attend_layers(
-    q: list[Tensor],
-    k: list[Tensor],
-    v: list[Tensor],
-    mask: BlockMask | Tensor,
-    kernel_options: Any,
+    q: list[Tensor], k: list[Tensor], v: list[Tensor], mask: BlockMask | Tensor, kernel_options: Any
 ) -> list[Tensor]:
     """Many attentions under one mask."""
     if isinstance(mask, Tensor):

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from magi_bench.gate import exact_and_plain
-from magi_bench.own_code import with_own_code
+from magi_bench.own_code import compiled
 from magi_bench.settings import Settings
 from magi_bench.workloads import lengths, workload
-from magi_bench.workloads.llama import causal_within
-from magi_bench.workloads.packs import Pack, document_of, pack
+from magi_bench.workloads.llama import Pack, causal_within, document_of, pack
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.masks import create_block_mask
 
@@ -24,25 +23,16 @@ SAMPLER = "short"
 
 
 class Way(NamedTuple):
-    """A way of calling attention, a row of the table of `step`.
+    """A way of calling attention, a row of the table of `step`."""
 
-    Attributes:
-        name: on the command line and in result files.
-        group: a name in `suite.GROUPS`.
-        label: in reports.
-        mask: who makes the mask: "pytorch" or "magi" (`create_block_mask`, outside of the graph and of the time),
-            "graph" (PyTorch's `create_block_mask` inside of the compiled function), "at hand" (each contender's own
-            form), or "measured" (making it is what is measured).
-        is_new: other documents, and so another mask, in every call.
-        mode: torch.compile's.
-    """
-
-    name: str
-    group: str
-    label: str
+    name: str  # on the command line and in result files
+    group: str  # a name in `suite.GROUPS`
+    label: str  # in reports
+    # Who makes the mask: "pytorch" or "magi" (`create_block_mask`, outside of the graph and of the time), "graph"
+    # (PyTorch's `create_block_mask` inside of the compiled function), or "at hand" (each contender's own form).
     mask: str
-    is_new: bool = False
-    mode: str | None = None
+    is_new: bool = False  # other documents, and so another mask, in every call
+    mode: str | None = None  # torch.compile's
 
 
 MAKERS: dict[str, Callable[..., BlockMask]] = {
@@ -107,5 +97,5 @@ class Problem:
     def compiled(self, key: Hashable, function: Callable[..., Any], **options: Any) -> Any:
         """`torch.compile(function)`, one for each key, with code of its own for Dynamo to guard."""
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(with_own_code(function), dynamic=False, **options)
+            self._compiled[key] = compiled(function, **options)
         return self._compiled[key]

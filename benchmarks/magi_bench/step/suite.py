@@ -1,4 +1,4 @@
-"""`magi-bench step`: rows of five groups, at every length, forward and forward with backward."""
+"""`magi-bench step`: rows of four groups, at every length, forward and forward with backward."""
 
 from __future__ import annotations
 
@@ -17,25 +17,18 @@ GROUPS = {
     "calls": "One attention a graph",
     "layers": "Many layers of attention in one graph, milliseconds a layer",
     "eager": "Eager calls, the mask at hand",
-    "masks": "Making a BlockMask in eager code",
     "training": "A step of a small Llama: forward, loss, backward",
 }
+FROM_OUTSIDE, GRAPHS = "BlockMask from outside", "reduce-overhead"
 WAYS = (
     Way("outside", "calls", "BlockMask from PyTorch's create_block_mask", "pytorch"),
     Way("outside_magi", "calls", "BlockMask from magi_compile.create_block_mask", "magi"),
     Way("inside", "calls", "mask made in the graph", "graph"),
-    Way("new_layout", "calls", "BlockMask from outside, another in every call", "pytorch", True),
-    Way(
-        "cuda_graphs",
-        "calls",
-        'BlockMask from outside, mode="reduce-overhead"',
-        "pytorch",
-        mode="reduce-overhead",
-    ),
-    Way("layers_outside", "layers", "BlockMask from outside", "pytorch"),
+    Way("new_layout", "calls", f"{FROM_OUTSIDE}, another in every call", "pytorch", True),
+    Way("cuda_graphs", "calls", f'{FROM_OUTSIDE}, mode="{GRAPHS}"', "pytorch", mode=GRAPHS),
+    Way("layers_outside", "layers", FROM_OUTSIDE, "pytorch"),
     Way("layers_inside", "layers", "mask made in the graph", "graph"),
     Way("eager", "eager", "packed tensors", "at hand"),
-    Way("masks", "masks", "other documents in every call", "measured", True),
     Way(
         "training_inside",
         "training",
@@ -43,24 +36,11 @@ WAYS = (
         "graph",
         True,
     ),
-    Way(
-        "training_outside",
-        "training",
-        "BlockMask from outside, another in every step",
-        "pytorch",
-        True,
-    ),
+    Way("training_outside", "training", f"{FROM_OUTSIDE}, another in every step", "pytorch", True),
 )
 # A minute on two cores of a CPU, most of it compilation.
-QUICK = {
-    "tokens": [1024],
-    "heads": "2:1",
-    "head_dim": 64,
-    "layers": [2],
-    "train_layers": 1,
-    "vocab": 256,
-    "rounds": 3,
-}
+QUICK = {"tokens": [1024], "heads": "2:1", "head_dim": 64, "layers": [2], "train_layers": 1}
+QUICK |= {"vocab": 256, "rounds": 3}
 QUICK_ROWS = [way.name for way in WAYS if way.name not in ("layers_inside", "training_inside")]
 
 
@@ -69,9 +49,8 @@ class Step(runner.Suite):
 
     title = "Wall time of attention and of training steps"
     notes = (
-        "Milliseconds, host included: medians over rounds in which contenders take turns. Ratios "
-        "are to ours, above 1 where ours is "
-        "faster."
+        "Milliseconds, host included: medians over rounds in which contenders take turns. Ratios are to ours, above 1 "
+        "where ours is faster."
     )
     counts_work = True
     shares_graphs = True
@@ -91,7 +70,7 @@ class Step(runner.Suite):
     def _cases(self, way: Way, tokens: int) -> Iterator[Case]:
         deep = {"layers": self.settings.layers, "training": (self.settings.train_layers,)}
         for layers in deep.get(way.group, (1,)):
-            for which in self.settings.passes if way.mask != "measured" else ("fwd",):
+            for which in self.settings.passes:
                 more = {"lengths": "short", "layers": layers, "which": which}
                 yield self.settings.case("step", way.name, tokens, **more)
 
@@ -113,19 +92,12 @@ class Step(runner.Suite):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option of the command."""
     names = [*GROUPS, *(way.name for way in WAYS if way.name not in GROUPS)]
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=names,
-        metavar="NAME",
-        help=f"groups, or single rows: {', '.join(names)}",
-    )
-    parser.add_argument(
-        "--layers", nargs="+", type=arguments.count, default=[16], help="of attention in one graph"
-    )
-    parser.add_argument("--train-layers", type=arguments.count, default=4, help="of the Llama")
-    parser.add_argument("--contenders", nargs="+", choices=[x.name for x in CONTENDERS])
-    parser.add_argument("--optimizer", action="store_true", help="end training steps with AdamW's")
+    option, count = parser.add_argument, arguments.count
+    words = f"groups, or single rows: {', '.join(names)}"
+    option("--rows", nargs="+", choices=names, metavar="NAME", help=words)
+    option("--layers", nargs="+", type=count, default=[16], help="of attention in one graph")
+    option("--train-layers", type=count, default=4, help="of the Llama")
+    option("--contenders", nargs="+", choices=[x.name for x in CONTENDERS])
     more = ("tokens", "vocab", "dtype", "turn_ms", "seed")
     arguments.add(parser, (*arguments.RUN, *more), tokens=[1024, 2048, 4096, 8192, 32768])
     parser.set_defaults(command=run)

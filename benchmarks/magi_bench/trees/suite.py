@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -19,8 +20,7 @@ from magi_bench.clock import Ready, Rounds
 from magi_bench.contenders.base import Contender
 from magi_bench.gate import Check
 from magi_bench.process import Process
-from magi_bench.report.tables import PASS_TITLES, ratios_by_contender
-from magi_bench.results.rows import Row
+from magi_bench.report.tables import ratios_by_contender
 from magi_bench.settings import Settings
 from magi_bench.workloads.presets import SEEDS_MASKS
 from magi_bench.workloads.workload import MASKS, build
@@ -35,11 +35,9 @@ DESCRIPTION = """The kernels of several trees of this package, interleaved on on
 speed, and what a feature gives (patch it out of a copy). A tree is a folder that holds `magi_compile` and `csrc`,
 such as a git worktree. Each has its own process and compiles its own kernels."""
 NOTES = (
-    "Each tree is a process, and all share one device. In every round each times one turn of "
-    "calls, every other round in reverse; "
-    "times are medians over rounds. On a GPU calls wait behind a spinning kernel, so the host "
-    "takes no part. Ratios are times of a tree, of "
-    "that of the first: above 1 the first is faster."
+    "Each tree is a process, and all share one device. In every round each times one turn of calls, every other round "
+    "in reverse; times are medians over rounds. On a GPU calls wait behind a spinning kernel, so the host takes no "
+    "part. Ratios are times of a tree, of that of the first: above 1 the first is faster."
 )
 
 
@@ -103,7 +101,9 @@ class Trees(runner.Suite):
     def __init__(self, settings: Settings, trees: Mapping[str, Path], heads: Sequence[str]):
         super().__init__(settings)
         self.heads = heads
-        self.trees = [Tree(*item, is_first=not at) for at, item in enumerate(trees.items())]
+        self.everyone: list[Tree] = [
+            Tree(*item, is_first=not at) for at, item in enumerate(trees.items())
+        ]
         self._problem = lru_cache(1)(Problem)
 
     def cases(self) -> Iterator[Case]:
@@ -116,39 +116,20 @@ class Trees(runner.Suite):
             case = settings.case("trees", mask, tokens, which=which)
             yield replace(case, nheads_q=nheads_q, nheads_kv=nheads_kv)
 
-    def contenders(self, case: Case) -> Sequence[Contender]:
-        return self.trees
-
     def problem(self, case: Case, contender: Contender) -> Problem:
         return self._problem(case, self.settings.device)
-
-    def place(self, case: Case) -> Row:
-        return {"group": PASS_TITLES[case.which], "what": case.mask_label}
-
-    def stop(self) -> None:
-        """Ends all processes."""
-        for tree in self.trees:
-            tree.worker.stop()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option of the command."""
     parser.description = DESCRIPTION
-    parser.add_argument(
-        "--tree",
-        action="append",
-        type=_tree,
-        required=True,
-        metavar="NAME=PATH",
-        help="two or more; ratios are to the first",
-    )
-    parser.add_argument(
-        "--masks", nargs="+", choices=MASKS, metavar="NAME", default=list(SEEDS_MASKS)
-    )
-    parser.add_argument(
-        "--heads", nargs="+", type=arguments.heads, default=["32:8"], metavar="Q:KV"
-    )
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    option, words = parser.add_argument, "two or more; ratios are to the first"
+    tree: dict[str, Any] = {"action": "append", "type": _tree, "metavar": "NAME=PATH"}
+    option("--tree", required=True, help=words, **tree)
+    several: dict[str, Any] = {"nargs": "+"}
+    option("--masks", choices=MASKS, metavar="NAME", default=list(SEEDS_MASKS), **several)
+    option("--heads", type=arguments.heads, default=["32:8"], metavar="Q:KV", **several)
+    option("--passes", choices=PASSES, default=list(PASSES), **several)
     names = ("tokens", "head_dim", "lengths", "device", "rounds", "seconds", "quick", "out")
     arguments.add(parser, names, tokens=[4096, 16384, 65536], seconds=300.0)
     parser.set_defaults(command=run)
@@ -175,8 +156,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         rows = done.run()
     finally:
-        suite.stop()
-    runner.conclude(rows, args.out, done.say)
+        for tree in suite.everyone:
+            tree.worker.stop()
+    runner.conclude(done)
     for name, (mean, least, most) in ratios_by_contender(done.ledger.results).items():
         arguments.say(f"{name}: {mean:.3f} of the time, {least:.3f} to {most:.3f}")
     return int(any("reason" in row for row in rows))

@@ -16,21 +16,14 @@ from magi_compile.masks.slices import AttnSlices, MaskType
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Blocks of rows by blocks of keys; the query heads of a group share those of their key-value head.
+    """Blocks of rows by blocks of keys; the query heads of a group share those of their key-value head."""
 
-    Attributes:
-        visible: bool `[nheads_kv, num_q_blocks, num_k_blocks]`.
-        q_sizes: rows of each block of rows.
-        k_sizes: keys of each block of keys.
-        group: query heads of one key-value head.
-        is_causal: whether no row sees a key behind it, in the blocks on the diagonal either; then blocks are uniform,
-            and none above the diagonal is visible.
-    """
-
-    visible: Tensor
-    q_sizes: list[int]
-    k_sizes: list[int]
-    group: int
+    visible: Tensor  # bool `[nheads_kv, num_q_blocks, num_k_blocks]`
+    q_sizes: list[int]  # rows of each block of rows
+    k_sizes: list[int]  # keys of each block of keys
+    group: int  # query heads of one key-value head
+    # whether no row sees a key behind it, in the blocks on the diagonal either; then blocks are uniform, and none
+    # above the diagonal is visible
     is_causal: bool = False
 
     @property

@@ -31,25 +31,10 @@ class Window(NamedTuple):
 
 
 def key_intervals(slices: AttnSlices) -> Tensor:
-    """The keys of every row as disjoint intervals in increasing order that do not touch.
-
-    Args:
-        slices: the mask, on any device.
-
-    Returns:
-        int64 `[num_intervals, 2, seqlen_q]` of begins and ends; rows with fewer intervals end in empty ones.
-    """
-    return _merged(slices.rects(), slices.seqlen_q, slices.seqlen_k)
-
-
-def row_intervals(slices: AttnSlices) -> Tensor:
-    """The rows that see each key, likewise: int64 `[num_intervals, 2, seqlen_k]`."""
-    return _merged(slices.rects().transposed(), slices.seqlen_k, slices.seqlen_q)
-
-
-def _merged(rects: Rects, num_rows: int, num_columns: int) -> Tensor:
-    """The keys that the rows of trimmed rects see, as the functions above return them."""
-    row, begin, end = rects.by_row()
+    """The keys of every row as disjoint intervals in increasing order that do not touch: int64 `[num_intervals, 2,
+    seqlen_q]` of begins and ends; rows with fewer intervals end in empty ones."""
+    num_rows, num_columns = slices.seqlen_q, slices.seqlen_k
+    row, begin, end = slices.rects().by_row()
     if not len(row):
         return torch.zeros(1, 2, num_rows, dtype=torch.int64)
     order = torch.argsort(row * (num_columns + 1) + begin)
@@ -129,14 +114,8 @@ def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cp
 
 
 def block_lists(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """The blocks that every row of blocks lists: their number, and their indices before those of the others.
-
-    Args:
-        listed: bool `[..., q blocks, k blocks]`.
-
-    Returns:
-        int32 `[..., q blocks]` and int32 `[..., q blocks, k blocks]`, contiguous whatever `listed` is.
-    """
+    """The blocks that every row of `[..., q blocks, k blocks]` lists: their number, and their indices before those of
+    the others; int32, contiguous whatever `listed` is."""
     # Sums and sorts keep the strides of what they are given; attention functions want the last dimension dense.
     listed = listed.contiguous()
     index = listed.int().argsort(dim=-1, descending=True, stable=True)

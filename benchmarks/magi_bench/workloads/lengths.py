@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 TABLES = Path(__file__).parent / "length_tables"
 
 # Documents of the "seeds" sampler are cut at this share of the sequence.
@@ -46,64 +44,11 @@ def load_table(name: str) -> tuple[Bin, ...]:
 
 
 def sample(sampler: str, seqlen: int, seed: int) -> list[int]:
-    """Lengths of the documents of one sequence; their sum is `seqlen`, so the last one may be cut.
-
-    Args:
-        sampler: a name in `SAMPLERS`.
-        seqlen: tokens of the sequence.
-        seed: equal seeds draw equal documents.
-
-    Returns:
-        Tokens of each document, in their order.
-
-    Raises:
-        ValueError: no such sampler.
-    """
+    """Lengths of the documents of one sequence, in their order, drawn by a sampler of `SAMPLERS`; their sum is
+    `seqlen`, so the last one may be cut. Equal seeds draw equal documents."""
     if sampler not in SAMPLERS:
         raise ValueError(f"`sampler` must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
     return _filled(seqlen, SAMPLERS[sampler](seqlen, random.Random(seed)))
-
-
-def packs_of_corpus(total: int, num_packs: int, seed: int = 42) -> list[list[int]]:
-    """Packs drawn without replacement, so that tokens have the lengths of the table "seeds": the documents of the
-    measurements up to 2026-11-23.
-
-    Every document has the midpoint length of its bin; one longer than a quarter of a pack is cut into quarters and a
-    rest, and one that crosses the end of a pack is cut there.
-
-    Args:
-        total: tokens of a pack.
-        num_packs: how many to draw.
-        seed: equal seeds draw equal packs.
-
-    Returns:
-        `num_packs` lists of lengths with the sum `total`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    table = load_table("seeds")
-    shares = torch.tensor([100 * item.share for item in table])
-    middles = [(item.begin + item.end) // 2 for item in table]
-    longest = max(total // SEEDS_CAP, 1)
-    pieces: list[int] = []
-    drawn = 0
-    while drawn < total * num_packs:
-        for index in torch.multinomial(shares, 1024, True, generator=generator).tolist():
-            whole, rest = divmod(middles[index], longest)
-            pieces += [longest] * whole + [rest] * (rest > 0)
-            drawn += middles[index]
-    packs: list[list[int]] = []
-    pack: list[int] = []
-    room = total
-    for index in torch.randperm(len(pieces), generator=generator).tolist():
-        length = pieces[index]
-        while length:
-            taken = min(length, room)
-            pack.append(taken)
-            length, room = length - taken, room - taken
-            if not room:
-                packs.append(pack)
-                pack, room = [], total
-    return packs[:num_packs]
 
 
 def _seeds(seqlen: int, rng: random.Random) -> Callable[[], int]:

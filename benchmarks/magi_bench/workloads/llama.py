@@ -10,6 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from magi_bench.settings import Settings
+from magi_bench.workloads import lengths
+
+IGNORED = -1  # as a target
+
 
 class Shape(NamedTuple):
     layers: int
@@ -107,24 +112,19 @@ def attend_by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def causal_in(document: Tensor) -> Any:
+    """The mask_mod of causal documents, `[S]` the document of each token."""
+    return lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv)
+
+
 def causal_within(
     document: Tensor, create: Callable[..., BlockMask] = create_block_mask
 ) -> BlockMask:
-    """The BlockMask of packed causal documents, made by PyTorch or by another `create`.
-
-    Args:
-        document: int `[S]`, the document of each token.
-        create: like PyTorch's `create_block_mask`.
-
-    Returns:
-        A BlockMask for any number of batch entries and heads, on the device of `document`.
-    """
-
-    def document_causal(b, h, q, kv):
-        return (document[q] == document[kv]) & (q >= kv)
+    """The BlockMask of packed causal documents, `[S]` the document of each token, made by PyTorch's or another
+    `create_block_mask`, for any number of batch entries and heads."""
 
     seqlen = len(document)
-    return create(document_causal, None, None, seqlen, seqlen, device=document.device)
+    return create(causal_in(document), None, None, seqlen, seqlen, device=document.device)
 
 
 class Llama(nn.Module):
@@ -168,5 +168,32 @@ class Llama(nn.Module):
         logits = F.linear(self.norm(x), self.embedding.weight)
         given = (logits.flatten(0, 1).float(), targets.flatten())
         if num_labels is None:
-            return F.cross_entropy(*given, ignore_index=-1)
-        return F.cross_entropy(*given, ignore_index=-1, reduction="sum") / num_labels
+            return F.cross_entropy(*given, ignore_index=IGNORED)
+        return F.cross_entropy(*given, ignore_index=IGNORED, reduction="sum") / num_labels
+
+
+class Pack(NamedTuple):
+    """`[1, S]` tokens and targets, `IGNORED` behind a document's last token; `[S]` the document of each;
+    their lengths."""
+
+    tokens: Tensor
+    targets: Tensor
+    document: Tensor
+    lengths: list[int]
+
+
+def pack(
+    settings: Settings, total: int, turn: int, device: torch.device | str, sampler: str
+) -> Pack:
+    """The pack of a turn, the same for everybody."""
+    generator = torch.Generator().manual_seed(settings.seed + turn)
+    tokens = torch.randint(settings.vocab, (1, total), generator=generator).to(device)
+    counts = lengths.sample(sampler, total, settings.seed + turn)
+    document = document_of(counts).to(device)
+    is_followed = F.pad(document[1:] == document[:-1], (0, 1))
+    return Pack(tokens, torch.where(is_followed, tokens.roll(-1, 1), IGNORED), document, counts)
+
+
+def document_of(counts: list[int]) -> Tensor:
+    """Int64 `[S]` on the CPU: the document of each token, of so many tokens each."""
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

@@ -35,22 +35,15 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """A case with its documents and its mask on the host.
+    """A case with its documents and its mask on the host."""
 
-    Attributes:
-        case: what it is made from.
-        documents: lengths of the packed documents.
-        mask_mod: the mask as FlexAttention takes it; its tensors are on `device`.
-        slices: of a kernel case: `[seqlen, seqlen]`, for all heads. Of a sparse case: over the rows and keys of all
-            query heads one after the other, `[nheads_q * seqlen, nheads_kv * seqlen]`.
-        block_map: of a sparse case.
-    """
-
-    case: Case
-    documents: list[int]
-    mask_mod: MaskMod
+    case: Case  # what it is made from
+    documents: list[int]  # lengths of the packed documents
+    mask_mod: MaskMod  # the mask as FlexAttention takes it; its tensors are on `device`
+    # of a kernel case: `[seqlen, seqlen]`, for all heads. Of a sparse case: over the rows and keys of all query heads
+    # one after the other, `[nheads_q * seqlen, nheads_kv * seqlen]`
     slices: AttnSlices
-    block_map: BlockMap | None = None
+    block_map: BlockMap | None = None  # of a sparse case
 
     @property
     def blocks(self) -> BlockMap:
@@ -116,18 +109,8 @@ def cost(case: Case) -> float:
 
 
 def build(case: Case, device: str = "cpu") -> Workload:
-    """Makes the workload of `case`.
-
-    Args:
-        case: mask, sizes and seed.
-        device: of the tensors that `mask_mod` captures.
-
-    Returns:
-        The mask and all that contenders ask of it.
-
-    Raises:
-        ValueError: the case names no mask.
-    """
+    """Makes the workload of `case`; the tensors that its `mask_mod` captures are on `device`. A ValueError if there
+    is no such mask."""
     if case.mask not in MASKS:
         raise ValueError(f"`mask` must be one of {', '.join(MASKS)}, got {case.mask!r}")
     if case.mask in SPARSE_MASKS:

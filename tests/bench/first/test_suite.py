@@ -1,6 +1,5 @@
 """Processes of `magi-bench first` have empty caches of their own, and take turns."""
 
-import json
 import os
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from magi_bench.cli import main
 from magi_bench.first import suite
 from magi_bench.process import WorkerLost
+from magi_bench.results import rows
 
 
 @pytest.fixture
@@ -40,14 +40,18 @@ def test_rows(asked, tmp_path, capsys):
     assert [name for name, *_ in asked] == ["magi", "flex", "flex", "magi", "magi", "flex"]
     places = [place for *_, of_one in asked for place in of_one]
     assert len(set(places)) == len(places) == 6 * len(suite.CACHES)
-    record, ours, theirs = map(json.loads, out.with_suffix(".jsonl").read_text().splitlines())
+    results = rows.load([out.with_suffix(".jsonl")])
+    (record,) = results.runs.values()
     assert record["command"] == "magi-bench first --device cpu --cases causal --runs 3 --out first"
-    assert (ours["seconds"], ours["runs"]["forward"]) == (
-        {"forward": 4.0, "backward": 1.0},
-        [1.0, 4.0, 5.0],
-    )
-    assert theirs["contender"] == "flex"
-    assert "causal     magi  forward 4.00, backward 1.00" in capsys.readouterr().out
+    found = {
+        (row["contender"], which): (times["ms"], times["reps"])
+        for row in results.ok_rows()
+        for which, times in row["passes"].items()
+    }
+    assert found["magi", "forward"] == (4000.0, 3)
+    assert found["flex", "backward"] == (1000.0, 3)
+    assert "causal     magi  forward 4.00 s, backward 1.00 s" in capsys.readouterr().out
+    assert "| forward | 8K |" in out.with_suffix(".md").read_text()
 
 
 def test_a_process_that_dies(asked, capsys):

@@ -1,7 +1,6 @@
 """Order, isolation, limits and resumption, with workers that only pretend; one with a real one."""
 
 import json
-import sys
 from typing import ClassVar
 
 import pytest
@@ -9,10 +8,11 @@ import pytest
 from magi_bench.cases import Case
 from magi_bench.kernel import run
 from magi_bench.kernel.run import order
-from magi_bench.process import Worker, WorkerLost
+from magi_bench.process import Process, WorkerLost
 from magi_bench.results import rows
 from magi_bench.results.compare import compare, to_text
 from magi_bench.settings import Settings
+from magi_bench.timing import Protocol
 from magi_bench.workloads.workload import build, cost
 
 CASES = [
@@ -30,11 +30,14 @@ def execute(cases, names, settings, path, say):
 
 def test_order():
     tasks = order([*CASES[2:], *CASES], ["flex", "naive", "magi-cpu"])
-    assert [task.contender for task in tasks[:4]] == ["naive", "magi-cpu"] * 2
+    assert [task.names for task in tasks[:4]] == [("naive",), ("magi-cpu",)] * 2
     cases = [task.case for task in tasks[:12:2]]
     assert [case.seqlen for case in cases] == [64, 64, 128, 128, 256, 256]
     assert [case.mask for case in cases[:2]] == ["causal", "full"]
-    assert {task.contender for task in tasks[12:]} == {"flex"}
+    assert {task.names for task in tasks[12:]} == {("flex",)}
+    together = order(CASES, ["flex", "naive"], together=True)
+    assert {task.names for task in together} == {("flex", "naive")}
+    assert [task.case for task in together] == cases
 
 
 def test_a_sparse_cell_costs_what_its_density_says():
@@ -47,18 +50,20 @@ class FakeWorker:
 
     behaviour: ClassVar[dict[str, object]] = {}
 
-    def __init__(self, contender, device, gate_seqlen):
-        self.contender = contender
+    def __init__(self, names, settings):
+        self.names = names
 
     def ask(self, request, limit_s):
-        found = self.behaviour.get(self.contender)
+        found = {name: self.behaviour.get(name) for name in self.names}
         if request["op"] == "probe":
-            return {"reason": found if isinstance(found, str) else None, "versions": {}}
+            reasons = {name: x for name, x in found.items() if isinstance(x, str)}
+            return {"reasons": reasons, "versions": {}}
         if request["op"] == "describe":
             return {"device": "fake", "command": "magi-bench"}
-        if isinstance(found, WorkerLost):
-            raise found
-        return OK
+        for lost in found.values():
+            if isinstance(lost, WorkerLost):
+                raise lost
+        return dict.fromkeys(self.names, OK)
 
     def stop(self):
         pass
@@ -66,7 +71,7 @@ class FakeWorker:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(run, "Worker", FakeWorker)
+    monkeypatch.setattr(run, "worker_of", FakeWorker)
     monkeypatch.setattr(FakeWorker, "behaviour", {})
     return FakeWorker
 
@@ -81,6 +86,19 @@ def test_every_outcome_is_a_row(fake, tmp_path):
     assert len(results.rows) == 18
     assert "math is unavailable: no such thing" in said
     assert any("naive: crash: SIGSEGV: bad" in line for line in said)
+
+
+def test_interleaved_contenders_share_a_process(fake, tmp_path):
+    fake.behaviour |= {"math": "no such thing"}
+    settings, names = Settings("cpu", protocol=Protocol(rounds=3)), ["magi-cpu", "naive", "math"]
+    results = execute(CASES[:2], names, settings, tmp_path / "a.jsonl", print)
+    statuses = [row["status"] for row in results.rows.values()]
+    assert sorted(statuses) == ["ok"] * 4 + ["unavailable"] * 2
+    (record,) = results.runs.values()
+    assert record["protocol"]["rounds"] == 3
+    fake.behaviour["naive"] = WorkerLost("crash", "SIGSEGV: bad")
+    results = execute(CASES[:2], names, settings, tmp_path / "b.jsonl", print)
+    assert {row["status"] for row in results.rows.values()} == {"crash", "unavailable"}
 
 
 @pytest.mark.parametrize("status", rows.STATUSES)
@@ -111,10 +129,8 @@ def test_time_limit(fake, tmp_path):
     assert said[-1] == "time limit: 6 of 6 not run; --resume continues"
 
 
-def worker_of(program: str) -> Worker:
-    worker = Worker("magi-cpu", "cpu", 64)
-    worker._command = [sys.executable, "-c", program]
-    return worker
+def worker_of(program: str) -> Process:
+    return Process(["-c", program])
 
 
 def test_a_crash_is_told_and_the_worker_starts_again():

@@ -10,12 +10,11 @@ from magi_bench.cli import main
 from magi_bench.clock import Rounds, Work
 from magi_bench.gate import Check
 from magi_bench.mods import contenders
-from magi_bench.mods.catalogue import MODS
 from magi_bench.mods.contenders import FLEX, Compiled, beside
 from magi_bench.mods.masks import canvas
 from magi_bench.mods.mod import BLOCK, Mod, Place
 from magi_bench.mods.problem import Problem, results_of
-from magi_bench.mods.suite import Mods
+from magi_bench.mods.suite import MODS, Mods
 from magi_bench.report import tables
 from magi_bench.results import rows as files
 from magi_bench.settings import Settings
@@ -106,7 +105,7 @@ def test_the_truth_is_that_of_eager_flex_attention(name):
 def test_mods_are_the_same_for_all_and_hide_something_or_change_scores(name):
     place = Place(512, 4, "cpu", 7)
     one, other = (MODS[name].build(place) for _ in range(2))
-    assert MODS[name].label.endswith((".", ")", "causal"))
+    assert MODS[name].facts["about"].endswith((".", ")", "causal"))
     for mine, theirs in zip(one.learned.values(), other.learned.values(), strict=True):
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
@@ -295,20 +294,22 @@ def test_report():
     ]
     runner.compare(rows)
     results = files.Results({"1": {"device": "a card"}}, {row["key"]: row for row in rows})
-    times, coverage = tables.sections(results)
+    times, coverage, missing = tables.sections(results)
     header = ["what", "tokens", "contender", "ms", "ratio", "first call, s", "way"]
-    assert times == tables.Section(
-        *("Forward", header),
-        [
+    assert (times.title, times.tables[0].header) == ("Forward", header)
+    assert times.tables[0].lines == [
+        *[
             ["causal", "384", "FLEX", "3.000", "2.000", "9.00", "-"],
             ["causal", "384", "MAGI", "unsupported", "-", "-", "-"],
             ["causal", "384", "MAGI-HOPPER", "1.500", "1.000", "5.00", "bits"],
         ],
-    )
+    ]
     why = "stays on FlexAttention: why; by bit blocks: a | b"
-    assert coverage.lines == [["causal", "mask", "Half.", "unsupported", "bits: hopper", why]]
+    assert coverage.tables[0].lines == [
+        ["causal", "mask", "Half.", "unsupported", "bits: hopper", why]
+    ]
     reason = "stays on FlexAttention: why"
-    assert tables.absent(results) == [("MAGI", "unsupported", reason, "1: causal")]
+    assert missing.tables[0].lines == [["MAGI", "unsupported", reason, "1: causal"]]
 
 
 @pytest.mark.slow

@@ -224,15 +224,15 @@ def test_packs_of_documents_are_cases(two_ranks):
 
 
 def test_local_kernels_are_part_of_a_name(two_ranks):
-    settings = replace(SMALL, masks=("causal",), local_kernels=("ours", "fa2"))
+    settings = replace(SMALL, masks=("causal",), local_kernels=("ours", "flash-attn-4"))
     rows, _ = two_ranks.run(run_quickly, settings)
     found = {row["contender"]: (row["status"], row.get("reason")) for row in rows}
-    missing = "unavailable", "local kernel fa2: runs on a GPU, not on cpu"
+    missing = "unavailable", "local kernel flash-attn-4: runs on a GPU, not on cpu"
     assert found == {
         "ring": ("ok", None),
-        "ring-fa2": missing,
+        "ring-flash-attn-4": missing,
         "hybrid-cp": ("ok", None),
-        "hybrid-cp-fa2": missing,
+        "hybrid-cp-flash-attn-4": missing,
     }
 
 

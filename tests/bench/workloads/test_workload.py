@@ -2,14 +2,12 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from magi_bench.cases import Case, format_length, parse_length
 from magi_bench.contenders.cudnn_flex import endpoints
-from magi_bench.contenders.flashmask import FlashMask, hidden_rows
 from magi_bench.masks import to_text
 from magi_bench.workloads import block_masks, derive, lengths
 from magi_bench.workloads.workload import MASKS, SPARSE_MASKS, build
@@ -50,62 +48,8 @@ def test_derived_inputs_are_the_slices(mask):
     begin, end = edges[1::2, :, None], edges[2::2, :, None]
     assert torch.equal(((begin <= key) & (key < end)).any(0), dense)
     assert not edges[0].any()
-    begin, end = (x[:, None] for x in derive.row_intervals(slices).unbind(1))
-    row = key[:, None]
-    assert torch.equal(((begin <= row) & (row < end)).sum(0), dense.long())
     padded = torch.nn.functional.pad(dense.long(), (0, 120, 0, 120)).view(5, 128, 5, 128)
     assert torch.equal(derive.block_areas(slices, 128), padded.sum((1, 3)))
-
-
-def test_hidden_rows_of_a_key_are_not_enough():
-    assert hidden_rows(build(make_cell("block_diffusion")).head_slices(1)) is None
-
-
-@pytest.mark.parametrize(
-    "mask", [mask for mask in MASKS if mask not in (*SPARSE_MASKS, "block_diffusion")]
-)
-def test_hidden_rows_are_the_rest_of_the_mask(mask):
-    slices = build(make_cell(mask)).head_slices(1)
-    bounds, causal = hidden_rows(slices)
-    assert bounds.dtype == torch.int32
-    row, key = torch.arange(SEQLEN)[:, None], torch.arange(SEQLEN)
-    low, *others = bounds.unbind(-1)
-    if causal:
-        high = others[0] if others else SEQLEN
-        hidden = (row < key) | ((row >= low) & (row < high))
-    else:
-        high, top, bottom = others if len(others) == 3 else (SEQLEN, 0, *others)
-        hidden = ((row >= low) & (row < high)) | ((row >= top) & (row < bottom))
-    assert torch.equal(~hidden, slices.to_dense())
-
-
-@pytest.mark.parametrize(
-    ("slices", "causal", "columns"),
-    [
-        (AttnSlices.full(9), False, 2),
-        (AttnSlices.causal(9), True, 1),
-        (AttnSlices.from_cu_seqlens([0, 4, 9]), False, 2),
-        (
-            AttnSlices.from_lists(
-                [(0, 3), (3, 6), (6, 9)], [(0, 3), (3, 6), (0, 9)], [1, 1, 1], 9, 9
-            ),
-            True,
-            2,
-        ),
-        (AttnSlices.from_dense(torch.eye(9).bool() | (torch.arange(9) == 0)[:, None]), False, 4),
-    ],
-)
-def test_as_few_bounds_as_will_do(slices, causal, columns):
-    hidden = hidden_rows(slices)
-    assert (hidden.causal, hidden.bounds.shape) == (causal, (9, columns))
-
-
-def test_too_much_hidden_from_a_key():
-    striped = torch.arange(9)[:, None] % 3 == torch.arange(9) % 3
-    slices = AttnSlices.from_dense(striped)
-    assert hidden_rows(slices) is None
-    (reason,) = FlashMask().supports(SimpleNamespace(slices=slices), "cuda")
-    assert reason.startswith("takes at most two stretches of hidden rows a key")
 
 
 def test_stacked_slices_of_sparse_masks_are_those_of_the_heads():

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from magi_bench.workloads.lengths import packs_of_corpus
 from magi_compile.dtensor.planning.chunks import ChunkTable, rank_loads
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.dispatch import (
@@ -16,6 +15,7 @@ from magi_compile.dtensor.planning.dispatch import (
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import SQUARE, documents
 from tests.support.cases import random_disjoint, sliding_window, varlen
+from tests.support.packs import packs_of_corpus
 
 COMPUTE_BOUND = CostModel(seconds_per_area=1.0, seconds_per_row=0.0)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_bench.workloads.lengths import packs_of_corpus
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import dispatch
@@ -21,6 +20,7 @@ from magi_compile.dtensor.planning.stages import (
 from magi_compile.masks.library import MASKS as LIBRARY
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import documents
+from tests.support.packs import packs_of_corpus
 
 
 def loads(area, local_area, rows, cp_size=2, query_rows=1):

@@ -9,24 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_bench.ranks.base import Attend
+from magi_bench.contenders.base import Attend
+from magi_bench.ranks.strategies import transport
 from magi_bench.ranks.strategies.kernels import Step, nothing_seen, sums_of
-from magi_bench.ranks.strategies.transport import (
-    Coming,
-    Exchange,
-    Rings,
-    around,
-    gather,
-    scatter_sums,
-    there_and_back,
-)
 from magi_compile.kernels.base import ForwardOutput, Saved
 
 
 class RingPlan(NamedTuple):
     """The way of keys around, and a step for each of `rings.owners()`."""
 
-    rings: Rings
+    rings: transport.Rings
     steps: Sequence[Step]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,7 +34,9 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, made: RingPlan) -> tuple[Tensor, Tensor]:
         seen: ForwardOutput | None = None
-        for step, (k_step, v_step) in zip(made.steps, around((k, v), made.rings), strict=True):
+        for step, (k_step, v_step) in zip(
+            made.steps, transport.around((k, v), made.rings), strict=True
+        ):
             seen = step.forward(q, k_step, v_step, seen)
         seen = seen or nothing_seen(q, v, q.dtype)
         out = seen.out.to(q.dtype)
@@ -56,32 +50,25 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout, steps, dq = gradients[0], iter(ctx.made.steps), None
 
-        def add(held: Sequence[Tensor], coming: Coming | None) -> Sequence[Tensor]:
+        def add(held: Sequence[Tensor], coming: transport.Coming | None) -> Sequence[Tensor]:
             nonlocal dq
             k_step, v_step = held
             dq, shares = next(steps).backward(dout, Saved(q, k_step, v_step, out, lse), dq)
             return sums_of(coming and coming.wait(), shares, held)
 
-        dk, dv = there_and_back((k, v), ctx.made.rings, add)
+        dk, dv = transport.there_and_back((k, v), ctx.made.rings, add)
         return torch.zeros_like(q) if dq is None else dq.to(q.dtype), dk, dv, None
 
 
 class GatherPlan(NamedTuple):
-    """Keys of all ranks, some heads at a time.
+    """Keys of all ranks, some heads at a time."""
 
-    Attributes:
-        group: the ranks, in the order in which their rows lie in what is gathered.
-        step: of some heads of k and v, and the heads of q that belong to them.
-        parts: how many times heads are gathered.
-        order: the runs of gathered rows in the order in which the step has keys; None for that of ranks.
-        places: the runs of the step's keys in the order of ranks.
-    """
-
-    group: dist.ProcessGroup
-    step: Step
-    parts: int
+    group: dist.ProcessGroup  # the ranks, in the order in which their rows lie in what is gathered
+    step: Step  # of some heads of k and v, and the heads of q that belong to them
+    parts: int  # how many times heads are gathered
+    # the runs of gathered rows in the order in which the step has keys; None for that of ranks
     order: Sequence[slice] | None = None
-    places: Sequence[slice] | None = None
+    places: Sequence[slice] | None = None  # the runs of the step's keys in the order of ranks
 
 
 class GatherAttention(torch.autograd.Function):
@@ -104,7 +91,7 @@ class GatherAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         packs, of_queries = Packs(k, v, made), []
         home: list[Tensor] = []
-        coming: Coming | None = None
+        coming: transport.Coming | None = None
         parts = (x.chunk(made.parts, 1) for x in (gradients[0], q, out))
         for i, (dout, q_part, out_part, lse_part) in enumerate(
             zip(*parts, lse.chunk(made.parts), strict=True)
@@ -114,7 +101,7 @@ class GatherAttention(torch.autograd.Function):
             of_queries.append(torch.zeros_like(q_part) if dq is None else dq.to(q.dtype))
             both = torch.cat(list(sums_of(None, shares, keys)), 1)
             home += coming.wait() if coming else []
-            coming = scatter_sums(in_order(both, made.places), made.group)
+            coming = transport.scatter_sums(in_order(both, made.places), made.group)
         home += coming.wait() if coming else []
         dk, dv = (torch.cat(x, 1) for x in zip(*(x.chunk(2, 1) for x in home), strict=True))
         return torch.cat(of_queries, 1), dk, dv, None
@@ -128,8 +115,8 @@ class Packs:
         self._parts = list(zip(*(x.chunk(made.parts, 1) for x in (k, v)), strict=True))
         self._coming = self._gather(0)
 
-    def _gather(self, number: int) -> Coming:
-        return gather(torch.cat(self._parts[number], 1), self._made.group)
+    def _gather(self, number: int) -> transport.Coming:
+        return transport.gather(torch.cat(self._parts[number], 1), self._made.group)
 
     def take(self, number: int) -> tuple[Tensor, Tensor]:
         """The keys and the values of the heads of a part: views of one tensor."""
@@ -146,24 +133,15 @@ def in_order(x: Tensor, runs: Sequence[slice] | None) -> Tensor:
 
 
 def across_heads(inner: Attend, group: dist.ProcessGroup, heads: tuple[int, int]) -> Attend:
-    """Ulysses: a rank gets all tokens of some heads of the ranks of `group`, attends by itself, and the output goes
-    back.
-
-    Args:
-        inner: attention of all their tokens, in the order of ranks.
-        group: the ranks.
-        heads: query and key-value heads that `inner` takes.
-
-    Returns:
-        Attention of this rank's tokens, of all heads.
-    """
+    """Ulysses: a rank gets all tokens of some heads of the ranks of `group`, attends by itself with `inner`, which
+    takes so many query and key-value `heads`, and the output goes back."""
     size, (nheads_q, nheads_kv) = dist.get_world_size(group), heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (q, k, v)]
-        mine = Exchange.apply(torch.cat(parts, 2), group).flatten(0, 1)
+        mine = transport.Exchange.apply(torch.cat(parts, 2), group).flatten(0, 1)
         out = inner(*mine.split((nheads_q, nheads_kv, nheads_kv), 1))
-        back = Exchange.apply(out.unflatten(0, (size, -1)), group)
+        back = transport.Exchange.apply(out.unflatten(0, (size, -1)), group)
         return back.transpose(0, 1).flatten(1, 2)
 
     return attend

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,21 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_bench.cases import Case
 from magi_bench.clock import Ready
+from magi_bench.contenders.base import Attend
 from magi_bench.contenders.flex import make_block_mask
-from magi_bench.own_code import with_own_code
-from magi_bench.ranks.base import (
-    Attend,
-    RanksContender,
-    Spread,
-    bytes_of_keys,
-    flex_refusals,
-    kernel_on,
-)
+from magi_bench.ranks import base
 from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.strategies import placement
 from magi_bench.ranks.strategies.attention import (
     GatherAttention,
     GatherPlan,
@@ -33,24 +25,8 @@ from magi_bench.ranks.strategies.attention import (
     across_heads,
 )
 from magi_bench.ranks.strategies.kernels import LocalKernel, local_kernel, steps_of
-from magi_bench.ranks.strategies.placement import (
-    Spans,
-    between,
-    contiguous,
-    count,
-    positions,
-    spans_of,
-    split,
-    zigzag,
-)
 from magi_bench.ranks.strategies.schedule import Group, best_schedule
-from magi_bench.ranks.strategies.transport import (
-    Ring,
-    Rings,
-    group_of,
-    lane,
-    without_moves,
-)
+from magi_bench.ranks.strategies.transport import Ring, Rings, group_of, lane, without_moves
 from magi_bench.world import World
 from magi_compile.kernels.select import problem_on
 from magi_compile.masks.slices import AttnSlices
@@ -61,7 +37,7 @@ DOCUMENT_MASKS = {"full": False, "causal": False, "document_full": True, "docume
 GATHERS = 4
 
 
-class Strategy(RanksContender):
+class Strategy(base.RanksContender):
     """A strategy of others around a local kernel of `LOCAL_KERNELS`, whose name is part of its own if not ours."""
 
     has_local_kernel = True
@@ -102,29 +78,22 @@ class Strategy(RanksContender):
         return kernel
 
 
-def documents_of(problem: Problem) -> Spans:
+def documents_of(problem: Problem) -> placement.Spans:
     """The documents that a mask of `DOCUMENT_MASKS` knows, or the whole sequence."""
     knows = DOCUMENT_MASKS[problem.workload.case.mask]
-    return spans_of(problem.workload.documents if knows else [problem.total])
+    return placement.spans_of(problem.workload.documents if knows else [problem.total])
 
 
 # Two dimensions: heads and rings
 
 
 class Mesh(NamedTuple):
-    """The ranks in two dimensions: those of a column share the tokens of a place in the ring, each has some heads.
+    """The ranks in two dimensions: those of a column share the tokens of a place in the ring, each has some heads."""
 
-    Attributes:
-        ulysses: ranks that share heads.
-        windows: of the ring.
-        window: ranks of a window.
-        head_first: whether ranks that share heads have consecutive numbers, else those of a ring have.
-    """
-
-    ulysses: int
-    windows: int
-    window: int
-    head_first: bool = True
+    ulysses: int  # ranks that share heads
+    windows: int  # of the ring
+    window: int  # ranks of a window
+    head_first: bool = True  # whether ranks that share heads are consecutive, or those of a ring
 
     @property
     def ring(self) -> int:
@@ -149,11 +118,6 @@ def largest_ulysses(size: int, nheads_kv: int, least_ring: int) -> int:
     return max(x for x in fitting if size // x >= min(least_ring, size))
 
 
-def default_ulysses(problem: Problem, least_ring: int) -> int:
-    """`largest_ulysses` of the ranks and heads of a problem."""
-    return largest_ulysses(problem.world.size, problem.settings.nheads_kv, least_ring)
-
-
 def widest_window(ring: int) -> int:
     """The ranks of a window, such that there are not more windows than that."""
     return min(x for x in range(1, ring + 1) if ring % x == 0 and x * x >= ring)
@@ -162,9 +126,26 @@ def widest_window(ring: int) -> int:
 class OnMesh(Strategy):
     """A zigzag ring, each of whose places is a group of ranks that share heads."""
 
-    @abstractmethod
+    # The ranks of a ring that those which share heads leave at least, if there are so many: all by default.
+    least_ring = 0
+    has_windows = False  # the ring is one of windows
+    head_first = True  # see `Mesh`
+
+    @classmethod
+    def mesh_of(cls, size: int, nheads_kv: int, ulysses: int = 0, window: int = 0) -> Mesh:
+        """The ranks, by the number of heads and what was asked for; 0 asks for nothing."""
+        shared = 1
+        if cls.least_ring:
+            shared = ulysses or largest_ulysses(size, nheads_kv, cls.least_ring)
+        ring = max(size // shared, 1)
+        window = (window or widest_window(ring)) if cls.has_windows else ring
+        return Mesh(shared, ring // window, window, cls.head_first)
+
     def mesh(self, problem: Problem) -> Mesh:
-        """The ranks, by the number of heads and what was asked for."""
+        """That of a problem."""
+        settings = problem.settings
+        asked = settings.ulysses_degree, settings.window
+        return self.mesh_of(problem.world.size, settings.nheads_kv, *asked)
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
         return self.mesh_refusals(problem) or super().supports(problem, case)
@@ -180,11 +161,11 @@ class OnMesh(Strategy):
             return [f"a ring of {size // mesh.ulysses} ranks has no windows of {mesh.window}"]
         return []
 
-    def owners(self, problem: Problem, ring: int) -> list[Spans]:
+    def owners(self, problem: Problem, ring: int) -> list[placement.Spans]:
         """The tokens of each place of the ring."""
-        return zigzag(documents_of(problem), ring)
+        return placement.zigzag(documents_of(problem), ring)
 
-    def spread(self, problem: Problem) -> Spread:
+    def spread(self, problem: Problem) -> base.Spread:
         mesh, world = self.mesh(problem), problem.world
         place, head = mesh.coordinates(world.rank)
         owners = self.owners(problem, mesh.ring)
@@ -196,19 +177,25 @@ class OnMesh(Strategy):
             attend, moved = made.attend, made.rings.received()
         else:
             attend, moved = self.alone(problem, mesh.ulysses), (0, 0)
-        row, exchanged = bytes_of_keys(problem) // mesh.ulysses, 0
+        row, exchanged = base.bytes_of_keys(problem) // mesh.ulysses, 0
         if mesh.ulysses > 1:
-            attend = across_heads(attend, heads_group(mesh, world), heads_of(problem, mesh.ulysses))
-            exchanged = bytes_exchanged(problem, mesh.ulysses)
-        mine = split(owners[place], mesh.ulysses)[head]
+            columns = [[mesh.rank(i, j) for j in range(mesh.ulysses)] for i in range(mesh.ring)]
+            heads = heads_of(problem, mesh.ulysses)
+            attend = across_heads(attend, group_of(world, columns), heads)
+            # Of q, k, v and out, from those with which it shares heads; of gradients as many.
+            settings = problem.settings
+            whole = base.bytes_of_keys(problem) * (settings.nheads_q + settings.nheads_kv)
+            whole = whole * problem.tokens // settings.nheads_kv
+            exchanged = whole * (mesh.ulysses - 1) // mesh.ulysses
+        mine = placement.split(owners[place], mesh.ulysses)[head]
         received = (exchanged + moved[0] * row, exchanged + sum(moved) * row)
-        return Spread(positions(mine, world.device), attend, received, "shapes")
+        return base.Spread(placement.positions(mine, world.device), attend, received, "shapes")
 
     def alone(self, problem: Problem, ulysses: int) -> Attend:
         """Attention of all tokens on one rank, with its share of the heads."""
         workload, world = problem.workload, problem.world
         if self.local_kernel == "ours":
-            return kernel_on(workload, world, heads_of(problem, ulysses))
+            return base.kernel_on(workload, world, heads_of(problem, ulysses))
         kernel, everything = self.kernel(problem, ulysses), [[(0, problem.total)]]
         return ring_plan(kernel, workload.slices, everything, (), world.device).attend
 
@@ -233,12 +220,6 @@ def lanes_of(world: World, name: str) -> list[ProcessGroup]:
     return [lane(world, f"{kind} of {name}") for kind in ("keys", "gradients")]
 
 
-def heads_group(mesh: Mesh, world: World) -> ProcessGroup:
-    """The group of the ranks that share heads with this one."""
-    columns = [[mesh.rank(i, j) for j in range(mesh.ulysses)] for i in range(mesh.ring)]
-    return group_of(world, columns)
-
-
 def heads_of(problem: Problem, ulysses: int) -> tuple[int, int]:
     """The query and key-value heads of a rank."""
     settings = problem.settings
@@ -248,24 +229,15 @@ def heads_of(problem: Problem, ulysses: int) -> tuple[int, int]:
 def ring_plan(
     kernel: LocalKernel,
     slices: AttnSlices,
-    owners: Sequence[Spans],
+    owners: Sequence[placement.Spans],
     levels: tuple[Ring, ...],
     device: torch.device,
 ) -> RingPlan:
     """Attention of this rank's tokens over those of all owners, whose keys come around."""
-    rings = Rings(levels, [count(spans) for spans in owners])
+    rings = Rings(levels, [placement.count(spans) for spans in owners])
     order = rings.owners()
-    masks = [between(slices, owners[order[0]], owners[owner]) for owner in order]
+    masks = [placement.between(slices, owners[order[0]], owners[owner]) for owner in order]
     return RingPlan(rings, steps_of(kernel, masks, device))
-
-
-def bytes_exchanged(problem: Problem, ulysses: int) -> int:
-    """The bytes of q, k, v and out that a rank gets from those with which it shares heads; of gradients as many."""
-    settings = problem.settings
-    nheads = 2 * settings.nheads_q + 2 * settings.nheads_kv
-    itemsize = getattr(torch, settings.dtype).itemsize
-    whole = problem.tokens * nheads * settings.head_dim * itemsize
-    return whole * (ulysses - 1) // ulysses
 
 
 class Ulysses(OnMesh):
@@ -276,11 +248,12 @@ class Ulysses(OnMesh):
     label = "Ulysses: all-to-all over heads"
     takes_any_mask = True
 
-    def mesh(self, problem: Problem) -> Mesh:
-        return Mesh(problem.world.size, 1, 1)
+    @classmethod
+    def mesh_of(cls, size: int, nheads_kv: int, ulysses: int = 0, window: int = 0) -> Mesh:
+        return Mesh(size, 1, 1)
 
-    def owners(self, problem: Problem, ring: int) -> list[Spans]:
-        return contiguous(problem.total, ring)
+    def owners(self, problem: Problem, ring: int) -> list[placement.Spans]:
+        return placement.contiguous(problem.total, ring)
 
 
 class UlyssesFlex(Ulysses):
@@ -289,23 +262,11 @@ class UlyssesFlex(Ulysses):
     has_local_kernel = False
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        return [*self.mesh_refusals(problem), *flex_refusals(problem, case)]
+        return [*self.mesh_refusals(problem), *base.flex_refusals(problem.world, case)]
 
     def alone(self, problem: Problem, ulysses: int) -> Attend:
         block_mask = make_block_mask(problem.workload, problem.world.device)
-        flex = torch.compile(with_own_code(_flex), dynamic=False)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out: Tensor = flex(q, k, v, block_mask)
-            return out[0].transpose(0, 1)
-
-        return attend
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-    out: Tensor = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
-    return out
+        return base.flex_on(problem.world, block_mask, over_ranks=False)
 
 
 class RingP2P(OnMesh):
@@ -314,19 +275,13 @@ class RingP2P(OnMesh):
     name = "ring"
     label = "Ring P2P, zigzag"
 
-    def mesh(self, problem: Problem) -> Mesh:
-        return Mesh(1, 1, problem.world.size)
-
 
 class Usp(OnMesh):
     """Unified sequence parallelism: Ulysses in groups of consecutive ranks, a ring across groups."""
 
     name = "usp"
     label = "USP: Ulysses in a zigzag ring"
-
-    def mesh(self, problem: Problem) -> Mesh:
-        ulysses = problem.settings.ulysses_degree or default_ulysses(problem, 2)
-        return Mesh(ulysses, 1, problem.world.size // ulysses)
+    least_ring = 2
 
 
 class LoongTrain(OnMesh):
@@ -335,13 +290,8 @@ class LoongTrain(OnMesh):
 
     name = "loongtrain"
     label = "LoongTrain: Ulysses in a double ring, head first"
-    head_first = True
-
-    def mesh(self, problem: Problem) -> Mesh:
-        ulysses = problem.settings.ulysses_degree or default_ulysses(problem, 4)
-        ring = max(problem.world.size // ulysses, 1)
-        window = problem.settings.window or widest_window(ring)
-        return Mesh(ulysses, ring // window, window, self.head_first)
+    least_ring = 4
+    has_windows = True
 
 
 class LoongTrainContextFirst(LoongTrain):
@@ -363,9 +313,9 @@ class RingAllGather(Strategy):
     label = "Ring AllGather (Llama 3)"
     takes_any_mask = True
 
-    def spread(self, problem: Problem) -> Spread:
+    def spread(self, problem: Problem) -> base.Spread:
         world = problem.world
-        owners = zigzag([(0, problem.total)], world.size)
+        owners = placement.zigzag([(0, problem.total)], world.size)
         mine = owners[world.rank]
         parts = math.gcd(problem.settings.nheads_kv, GATHERS)
         kernel = self.kernel(problem, parts=parts)
@@ -375,16 +325,18 @@ class RingAllGather(Strategy):
             out: Tensor = GatherAttention.apply(q, k, v, made)
             return out
 
-        moved = (problem.total - problem.tokens) * bytes_of_keys(problem)
+        moved = (problem.total - problem.tokens) * base.bytes_of_keys(problem)
         # A backward gathers keys again, and a reduce-scatter brings a rank as many rows of gradients.
-        return Spread(positions(mine, world.device), attend, (moved, 2 * moved), "shapes")
+        return base.Spread(
+            placement.positions(mine, world.device), attend, (moved, 2 * moved), "shapes"
+        )
 
 
 def gather_plan(
     kernel: LocalKernel,
     slices: AttnSlices,
-    mine: Spans,
-    owners: Sequence[Spans],
+    mine: placement.Spans,
+    owners: Sequence[placement.Spans],
     world: World,
     parts: int,
 ) -> GatherPlan:
@@ -393,7 +345,9 @@ def gather_plan(
     if kernel.in_any_order:
         (step,) = steps_of(kernel, [between_all(slices, mine, owners)], world.device)
         return GatherPlan(world.group, step, parts)
-    (step,) = steps_of(kernel, [between(slices, mine, [(0, slices.seqlen_k)])], world.device)
+    (step,) = steps_of(
+        kernel, [placement.between(slices, mine, [(0, slices.seqlen_k)])], world.device
+    )
     places = [slice(*span) for spans in owners for span in spans]
     ends = accumulate(place.stop - place.start for place in places)
     runs = [slice(end - (x.stop - x.start), end) for x, end in zip(places, ends, strict=True)]
@@ -401,15 +355,17 @@ def gather_plan(
     return GatherPlan(world.group, step, parts, order, places)
 
 
-def between_all(slices: AttnSlices, queries: Spans, owners: Sequence[Spans]) -> AttnSlices:
+def between_all(
+    slices: AttnSlices, queries: placement.Spans, owners: Sequence[placement.Spans]
+) -> AttnSlices:
     """The mask between the rows of one owner and the keys of all owners, one after the other."""
-    parts = [between(slices, queries, spans) for spans in owners]
+    parts = [placement.between(slices, queries, spans) for spans in owners]
     shifts = [0, *accumulate(part.seqlen_k for part in parts)]
     return AttnSlices.unchecked(
         torch.cat([part.q_ranges for part in parts]),
         torch.cat([part.k_ranges + shift for part, shift in zip(parts, shifts, strict=False)]),
         torch.cat([part.mask_types for part in parts]),
-        count(queries),
+        placement.count(queries),
         shifts[-1],
     ).normalize()
 
@@ -425,7 +381,7 @@ class HybridCP(Strategy):
     name = "hybrid-cp"
     label = "HybridCP: a ring for each group of documents"
 
-    def spread(self, problem: Problem) -> Spread:
+    def spread(self, problem: Problem) -> base.Spread:
         world, documents = problem.world, documents_of(problem)
         lengths = [end - begin for begin, end in documents]
         # All ranks connect their lanes, also those that have nothing to send.
@@ -434,7 +390,7 @@ class HybridCP(Strategy):
         moved = [0, 0]
         for groups in best_schedule(lengths, world.size, problem.tokens):
             group, ranks = group_with(world.rank, groups)
-            owners = zigzag(sorted(documents[i] for i in group.documents), group.size)
+            owners = placement.zigzag(sorted(documents[i] for i in group.documents), group.size)
             place = world.rank - ranks[0]
             levels = (Ring(ranks, place, *lanes),) if group.size > 1 else ()
             slices = problem.workload.slices
@@ -442,16 +398,16 @@ class HybridCP(Strategy):
             attends.append(made.attend)
             mine.append(owners[place])
             moved = [x + y for x, y in zip(moved, made.rings.received(), strict=True)]
-        sizes = [count(spans) for spans in mine]
+        sizes = [placement.count(spans) for spans in mine]
 
         def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rounds = zip(attends, *(x.split(sizes) for x in (q, k, v)), strict=True)
             return torch.cat([attend(*tensors) for attend, *tensors in rounds])
 
-        row = bytes_of_keys(problem)
+        row = base.bytes_of_keys(problem)
         received = (moved[0] * row, sum(moved) * row)
-        where = torch.cat([positions(spans, world.device) for spans in mine])
-        return Spread(where, attend_all, received, "shapes")
+        where = torch.cat([placement.positions(spans, world.device) for spans in mine])
+        return base.Spread(where, attend_all, received, "shapes")
 
 
 def group_with(rank: int, groups: Sequence[Group]) -> tuple[Group, list[int]]:
@@ -463,12 +419,6 @@ def group_with(rank: int, groups: Sequence[Group]) -> tuple[Group, list[int]]:
 
 
 #: In the order of reports; FlexAttention, which compiles for long, is not among them.
-STRATEGIES: tuple[type[RanksContender], ...] = (
-    Ulysses,
-    RingP2P,
-    RingAllGather,
-    Usp,
-    LoongTrain,
-    LoongTrainContextFirst,
-    HybridCP,
+STRATEGIES: tuple[type[base.RanksContender], ...] = (
+    *(Ulysses, RingP2P, RingAllGather, Usp, LoongTrain, LoongTrainContextFirst, HybridCP),
 )

@@ -12,7 +12,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,8 @@ from magi_compile.kernels.base import (
     BackwardOutput,
     ForwardOutput,
     Grads,
-    Kernel,
     Saved,
 )
-from magi_compile.kernels.plan import Plan
 from magi_compile.kernels.select import select
 from magi_compile.masks.slices import AttnSlices
 
@@ -38,44 +36,18 @@ LOCAL_KERNELS = {
 }
 
 
-class Call(ABC):
-    """One call of a kernel, everything that depends on its mask prepared."""
-
-    @abstractmethod
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prior: ForwardOutput | None,
-        out_dtype: torch.dtype,
-    ) -> ForwardOutput:
-        """Attention, merged with that of the same queries over other keys if there is such a `prior`."""
-
-    @abstractmethod
-    def backward(self, dout: Tensor, saved: Saved) -> BackwardOutput:
-        """The share of these keys in the gradients; `saved` has out and lse over all keys."""
-
-
 class Piece(NamedTuple):
-    """A call for some of a rank's rows and some of the keys: views of both."""
+    """A call for some of a rank's rows and some of the keys, views of both; what depends on its mask is `prepared`."""
 
     rows: slice
     keys: slice
-    call: Call
+    prepared: Any
 
 
 class LocalKernel(ABC):
-    """A kernel for given heads, dtype and device.
+    """A kernel for given heads, dtype and device."""
 
-    Args:
-        problem: of the tensors that it will get.
-
-    Attributes:
-        in_any_order: whether a mask takes one call, in whatever order keys lie; else keys that a row sees should lie
-            next to each other.
-    """
-
+    # A mask takes one call, in whatever order keys lie; else keys that a row sees should lie next to each other.
     in_any_order = False
 
     def __init__(self, problem: AttnProblem):
@@ -91,38 +63,18 @@ class LocalKernel(ABC):
 
     @abstractmethod
     def pieces(self, slices: AttnSlices, device: torch.device) -> list[Piece]:
-        """The calls that make up attention with such a mask; none where nothing is visible.
+        """The calls that make up attention with such a mask, between the rows of a rank and the keys of an owner, on
+        the host, in normal form; none where nothing is visible."""
 
-        Args:
-            slices: between the rows of a rank and the keys of an owner, on the host, in normal form.
-            device: of the tensors.
-
-        Returns:
-            The rows, the keys and the call of each.
-        """
-
-
-class OurCall(Call):
-    """A call of one of our kernels."""
-
-    def __init__(self, kernel: Kernel, problem: AttnProblem, slices: AttnSlices):
-        self.kernel, self.problem, self.slices = kernel, problem, slices
-        self.plan: Plan = kernel.plan(slices, problem)
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prior: ForwardOutput | None,
-        out_dtype: torch.dtype,
+    @abstractmethod
+    def merged(
+        self, qkv: Sequence[Tensor], prepared: Any, prior: ForwardOutput | None, dtype: torch.dtype
     ) -> ForwardOutput:
-        plan = (self.slices, self.plan, self.problem)
-        return self.kernel.forward(q, k, v, *plan, prior=prior, out_dtype=out_dtype)
+        """Attention, merged with that of the same queries over other keys if there is such a `prior`."""
 
-    def backward(self, dout: Tensor, saved: Saved) -> BackwardOutput:
-        grads = Grads(dout, None)
-        return self.kernel.backward(grads, saved, self.slices, self.plan, self.problem)
+    @abstractmethod
+    def backward(self, dout: Tensor, saved: Saved, prepared: Any) -> BackwardOutput:
+        """The share of these keys in the gradients; `saved` has out and lse over all keys."""
 
 
 class Ours(LocalKernel):
@@ -135,15 +87,21 @@ class Ours(LocalKernel):
             return []
         rows = bounds(slices.q_ranges, slices.seqlen_q)
         keys = bounds(slices.k_ranges, slices.seqlen_k)
-        part = AttnSlices.unchecked(
-            slices.q_ranges - rows.start,
-            slices.k_ranges - keys.start,
-            slices.mask_types,
-            rows.stop - rows.start,
-            keys.stop - keys.start,
-        )
-        call = OurCall(select(self.problem).kernel, self.problem, part.to(device))
-        return [Piece(rows, keys, call)]
+        ranges = (slices.q_ranges - rows.start, slices.k_ranges - keys.start, slices.mask_types)
+        part = AttnSlices.unchecked(*ranges, rows.stop - rows.start, keys.stop - keys.start)
+        part, kernel = part.to(device), select(self.problem).kernel
+        prepared = kernel, (part, kernel.plan(part, self.problem), self.problem)
+        return [Piece(rows, keys, prepared)]
+
+    def merged(
+        self, qkv: Sequence[Tensor], prepared: Any, prior: ForwardOutput | None, dtype: torch.dtype
+    ) -> ForwardOutput:
+        kernel, plan = prepared
+        return kernel.forward(*qkv, *plan, prior=prior, out_dtype=dtype)
+
+    def backward(self, dout: Tensor, saved: Saved, prepared: Any) -> BackwardOutput:
+        kernel, plan = prepared
+        return kernel.backward(Grads(dout, None), saved, *plan)
 
 
 #: A call takes all rows where those that take no part are fewer than this share: a view of the others saves little.
@@ -165,19 +123,13 @@ def local_kernel(name: str, problem: AttnProblem) -> LocalKernel:
 
 @dataclass
 class Step:
-    """Attention of all rows of a rank over the keys of one owner, as one of several steps.
+    """Attention of all rows of a rank over the keys of one owner, as one of several steps."""
 
-    Attributes:
-        pieces: its calls.
-        num_rows: of the rank.
-        is_only: whether no other call has a part in any row.
-        is_last: whether no step comes after it.
-    """
-
-    pieces: list[Piece]
-    num_rows: int
-    is_only: bool = False
-    is_last: bool = False
+    kernel: LocalKernel
+    pieces: list[Piece]  # its calls
+    num_rows: int  # of the rank
+    is_only: bool = False  # whether no other call has a part in any row
+    is_last: bool = False  # whether no step comes after it
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, so_far: ForwardOutput | None
@@ -185,13 +137,14 @@ class Step:
         """The attention of the rows over these keys and those of the steps before; None if they saw nothing."""
         wide = torch.promote_types(q.dtype, torch.float32)
         everything = slice(0, self.num_rows)
-        for number, (rows, keys, call) in enumerate(self.pieces, 1):
+        for number, (rows, keys, prepared) in enumerate(self.pieces, 1):
             ends = self.is_last and number == len(self.pieces) and rows == everything
             prior = None
             if so_far is not None and not self.is_only:
                 prior = ForwardOutput(so_far.out[rows], so_far.lse[:, rows].contiguous())
             dtype = q.dtype if ends or self.is_only else wide
-            part = call.forward(q[rows], k[keys], v[keys], prior, dtype)
+            qkv = (q[rows], k[keys], v[keys])
+            part = self.kernel.merged(qkv, prepared, prior, dtype)
             if rows == everything:
                 so_far = part
                 continue
@@ -201,22 +154,14 @@ class Step:
         return so_far
 
     def backward(self, dout: Tensor, saved: Saved, dq: Tensor | None) -> Gradients:
-        """The gradient of q with this step's share, and this step's shares of those of k and v.
-
-        Args:
-            dout: of the whole output.
-            saved: the keys of this step, and out and lse over the keys of all.
-            dq: the shares of other steps, in fp32 or wider; None before the first of them.
-
-        Returns:
-            Both.
-        """
+        """The gradient of q with this step's share, and this step's shares of those of k and v. `saved` has the keys
+        of this step, and out and lse over the keys of all; dq the shares of other steps, in fp32 or wider."""
         q, k, v, out, lse = saved
         dtype = q.dtype if self.is_only else torch.promote_types(q.dtype, torch.float32)
         shares = []
-        for rows, keys, call in self.pieces:
+        for rows, keys, prepared in self.pieces:
             part = Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows].contiguous())
-            grads = call.backward(dout[rows], part)
+            grads = self.kernel.backward(dout[rows], part, prepared)
             dq = added(dq, grads.dq, rows, self.num_rows, dtype)
             shares.append(Share(keys, (grads.dk, grads.dv)))
         return Gradients(dq, shares)
@@ -238,7 +183,7 @@ class Gradients(NamedTuple):
 
 def steps_of(kernel: LocalKernel, masks: Iterable[AttnSlices], device: torch.device) -> list[Step]:
     """A step for each of the masks between the rows of a rank and the keys of the owners that it meets in turn."""
-    steps = [Step(kernel.pieces(mask, device), mask.seqlen_q) for mask in masks]
+    steps = [Step(kernel, kernel.pieces(mask, device), mask.seqlen_q) for mask in masks]
     steps[-1].is_last = True
     if is_disjoint([piece.rows for step in steps for piece in step.pieces]):
         for step in steps:

@@ -30,17 +30,9 @@ def contiguous(total: int, owners: int) -> list[Spans]:
 
 
 def zigzag(documents: Spans, owners: int) -> list[Spans]:
-    """Each document in `2 * owners` chunks, of which owner i gets i and `2 * owners - 1 - i`: equal work under a causal
-    mask. Without padding: tokens that a document has beyond a multiple go to the owners that have fewest so far, so
-    that their numbers differ by one at most.
-
-    Args:
-        documents: one for a mask that knows none.
-        owners: how many.
-
-    Returns:
-        The tokens of each owner, front and back of each document next to each other.
-    """
+    """Each document in `2 * owners` chunks, of which owner i gets i and `2 * owners - 1 - i`, next to each other:
+    equal work under a causal mask. Without padding: tokens that a document has beyond a multiple go to the owners
+    that have fewest so far, so that their numbers differ by one at most."""
     made: list[Spans] = [[] for _ in range(owners)]
     held = [0] * owners
     for begin, end in documents:
@@ -100,16 +92,8 @@ def positions(spans: Spans, device: torch.device | str) -> Tensor:
 
 
 def between(slices: AttnSlices, queries: Spans, keys: Spans) -> AttnSlices:
-    """The mask between the rows of one owner and the keys of another, counted as they hold them; exact.
-
-    Args:
-        slices: the mask of the sequence.
-        queries: the tokens of the rows.
-        keys: the tokens of the keys.
-
-    Returns:
-        Slices on the host, in normal form.
-    """
+    """The mask between the rows of one owner and the keys of another, counted as they hold them; exact, on the host,
+    in normal form."""
     rects = _gathered(slices.rects().live(), queries)
     rects = _gathered(rects.transposed(), keys).transposed()
     normal = normal_form(rects.trimmed().straight().live())

@@ -20,17 +20,11 @@ BALANCED = 0.05
 
 @dataclass
 class Group:
-    """Some ranks and the documents that they work on together, one after the other.
+    """Some ranks and the documents that they work on together, one after the other."""
 
-    Attributes:
-        size: how many ranks.
-        documents: their numbers.
-        lengths: their tokens.
-    """
-
-    size: int
-    documents: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    size: int  # how many ranks
+    documents: list[int] = field(default_factory=list)  # their numbers
+    lengths: list[int] = field(default_factory=list)  # their tokens
 
     @property
     def load(self) -> float:
@@ -52,17 +46,9 @@ def ranks_for(length: int, most_tokens: int, num_ranks: int) -> int:
 
 
 def schedule(lengths: Sequence[int], num_ranks: int, most_tokens: int) -> list[list[Group]]:
-    """Rounds of groups.
-
-    Args:
-        lengths: of the documents.
-        num_ranks: how many there are.
-        most_tokens: of a document on a rank.
-
-    Returns:
-        The groups of each round, from the first rank on; together they have all ranks, and each has a document, as long
-        as there are enough documents or ranks to share them.
-    """
+    """Rounds of groups, where a rank has at most so many tokens of a document. The groups of a round are of
+    consecutive ranks; together they have all ranks, and each has a document, as long as there are enough documents or
+    ranks to share them."""
     left = sorted(enumerate(lengths), key=lambda x: x[1], reverse=True)
     rounds = []
     while left:

@@ -32,19 +32,12 @@ def without_moves() -> Iterator[None]:
 
 
 class Ring(NamedTuple):
-    """One level of a ring, seen from one of its ranks.
+    """One level of a ring, seen from one of its ranks."""
 
-    Attributes:
-        ranks: of the whole group, in the order in which rows pass through them.
-        place: which of them is this one.
-        keys: the lane of keys and values.
-        gradients: the lane of their gradients, which must not wait behind keys.
-    """
-
-    ranks: list[int]
-    place: int
-    keys: dist.ProcessGroup
-    gradients: dist.ProcessGroup
+    ranks: list[int]  # of the whole group, in the order in which rows pass through them
+    place: int  # which of them is this one
+    keys: dist.ProcessGroup  # the lane of keys and values
+    gradients: dist.ProcessGroup  # the lane of their gradients, which must not wait behind keys
 
     @property
     def size(self) -> int:
@@ -88,15 +81,10 @@ class Coming(NamedTuple):
 
 class Rings(NamedTuple):
     """A ring of ranks, or a ring of windows of ranks with a ring in each: rows pass through a window, and then the
-    window's rows go on to the next one.
+    window's rows go on to the next one."""
 
-    Attributes:
-        levels: the outermost first.
-        rows: of each owner, in the order of windows and of places in them.
-    """
-
-    levels: tuple[Ring, ...]
-    rows: Sequence[int]
+    levels: tuple[Ring, ...]  # the outermost first
+    rows: Sequence[int]  # of each owner, in the order of windows and of places in them
 
     @property
     def place(self) -> int:
@@ -160,17 +148,9 @@ Add = Callable[[Sequence[Tensor], Coming | None], Sequence[Tensor]]
 def there_and_back(
     held: Sequence[Tensor], rings: Rings, add: Add, before: Coming | None = None
 ) -> Sequence[Tensor]:
-    """Takes rows around as `around` does, and their gradients one step behind them until they are home.
-
-    Args:
-        held: this rank's own rows.
-        rings: the way that they go.
-        add: called for the rows of all `rings.owners()` in turn.
-        before: the gradients of `held` by ranks that had them before, on their way.
-
-    Returns:
-        The gradients of `held` by all ranks.
-    """
+    """Takes rows around as `around` does, and their gradients one step behind them until they are home. `add` is
+    called for the rows of all `rings.owners()` in turn; `before` are the gradients of `held` by ranks that had them
+    before, on their way."""
     if not rings.levels:
         return add(held, before)
     ring, total = rings.levels[0], before

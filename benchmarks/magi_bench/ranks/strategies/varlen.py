@@ -17,37 +17,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from magi_bench.ranks.strategies.kernels import Call, LocalKernel, Piece
+from magi_bench.contenders.base import import_error
+from magi_bench.ranks.strategies.kernels import LocalKernel, Piece
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Saved
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
 
 class Segments(NamedTuple):
-    """The arguments of a call. The last row of a segment sees its last key, where it is causal.
+    """The arguments of a call. The last row of a segment sees its last key, where it is causal."""
 
-    Attributes:
-        queries: where segments of rows begin, and the end; int32 `[segments + 1]` on the device.
-        keys: the same of keys.
-        most_queries: rows of the longest segment.
-        most_keys: the same of keys.
-        causal: whether each row of a segment sees one key less than the row behind it.
-        places: where segments begin and end, on the host: rows and keys of each that has both.
-    """
-
+    # where segments of rows begin, and the end; int32 `[segments + 1]` on the device
     queries: Tensor
-    keys: Tensor
-    most_queries: int
-    most_keys: int
-    causal: bool
-    places: list[tuple[slice, slice]]
+    keys: Tensor  # the same of keys
+    most_queries: int  # rows of the longest segment
+    most_keys: int  # the same of keys
+    causal: bool  # whether each row of a segment sees one key less than the row behind it
+    places: list[tuple[slice, slice]]  # rows and keys of each segment that has both, on the host
 
 
 class VarlenKernel(LocalKernel):
     """A kernel of another package, or of PyTorch."""
 
-    #: Whether a causal segment must have as many keys as rows.
-    is_square = False
+    is_square = False  # whether a causal segment must have as many keys as rows
     dtypes = (torch.bfloat16, torch.float16)
 
     def missing(self) -> str | None:
@@ -75,35 +67,17 @@ class VarlenKernel(LocalKernel):
     def _piece(self, chain: Sequence[AttnSlice], device: torch.device) -> Piece:
         rows = slice(chain[0].q_range[0], chain[-1].q_range[1])
         keys = slice(chain[0].k_range[0], chain[-1].k_range[1])
-        return Piece(rows, keys, VarlenCall(self, segments_of(chain, device)))
+        return Piece(rows, keys, segments_of(chain, device))
+
+    def merged(
+        self, qkv: Sequence[Tensor], prepared: Any, prior: ForwardOutput | None, dtype: torch.dtype
+    ) -> ForwardOutput:
+        q, k, v = qkv
+        return merge_prior(self.forward(q, k, v, prepared), prior, dtype)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> ForwardOutput:
         """Out in the dtype of q, 0 in rows that see nothing, where lse is -inf."""
-
-    @abstractmethod
-    def backward(self, dout: Tensor, saved: Saved, segments: Segments) -> BackwardOutput:
-        """Gradients by out and lse over all keys."""
-
-
-class VarlenCall(Call):
-    """A call of such a kernel."""
-
-    def __init__(self, kernel: VarlenKernel, segments: Segments):
-        self.kernel, self.segments = kernel, segments
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prior: ForwardOutput | None,
-        out_dtype: torch.dtype,
-    ) -> ForwardOutput:
-        return merge_prior(self.kernel.forward(q, k, v, self.segments), prior, out_dtype)
-
-    def backward(self, dout: Tensor, saved: Saved) -> BackwardOutput:
-        return self.kernel.backward(dout, saved, self.segments)
 
 
 # From slices to segments
@@ -205,7 +179,7 @@ class FlashAttention4(VarlenKernel):
     """The package flash-attn-4."""
 
     def missing(self) -> str | None:
-        return super().missing() or _missing("flash_attn.cute.interface", "flash-attn-4")
+        return super().missing() or import_error("flash_attn.cute.interface")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> ForwardOutput:
         interface = importlib.import_module("flash_attn.cute.interface")
@@ -213,12 +187,12 @@ class FlashAttention4(VarlenKernel):
         out, lse, *_ = interface._flash_attn_fwd(q, k, v, **options)
         return ForwardOutput(out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, segments: Segments) -> BackwardOutput:
+    def backward(self, dout: Tensor, saved: Saved, prepared: Segments) -> BackwardOutput:
         interface = importlib.import_module("flash_attn.cute.interface")
         q, k, v, out, lse = saved
         tensors = (q, k, v, out, dout.contiguous(), lse)
         # Nobody writes to keys of a segment without rows.
-        options = {"dk": torch.zeros_like(k), "dv": torch.zeros_like(v), **self._options(segments)}
+        options = {"dk": torch.zeros_like(k), "dv": torch.zeros_like(v), **self._options(prepared)}
         dq, dk, dv, *_ = interface._flash_attn_bwd(*tensors, **options)
         return BackwardOutput(dq, dk, dv)
 
@@ -248,9 +222,9 @@ class FlashAttention2(VarlenKernel):
         # It gives +inf where a row sees nothing.
         return ForwardOutput(out, lse.masked_fill_(lse == torch.inf, -torch.inf))
 
-    def backward(self, dout: Tensor, saved: Saved, segments: Segments) -> BackwardOutput:
+    def backward(self, dout: Tensor, saved: Saved, prepared: Segments) -> BackwardOutput:
         q, k, v, out, lse = saved
-        arguments = (*_lengths(segments), 0.0, segments.causal, *self._random)
+        arguments = (*_lengths(prepared), 0.0, prepared.causal, *self._random)
         grads = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, *arguments, scale=self.problem.softmax_scale
         )
@@ -279,17 +253,17 @@ class Cudnn(VarlenKernel):
             lse[:, rows] = part_lse.view(q.shape[1], -1)
         return ForwardOutput(out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, segments: Segments) -> BackwardOutput:
+    def backward(self, dout: Tensor, saved: Saved, prepared: Segments) -> BackwardOutput:
         q, k, v, out, lse = saved
         grads = BackwardOutput(*(torch.zeros_like(x) for x in (q, k, v)))
-        for rows, keys in segments.places:
+        for rows, keys in prepared.places:
             tensors = (dout[rows], q[rows], k[keys], v[keys], out[rows])
             lengths = (None, None, rows.stop - rows.start, keys.stop - keys.start)
             found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 *(_batched(x) for x in tensors),
                 lse[None, :, rows, None].contiguous(),
                 *self._random,
-                *(None, *lengths, 0.0, _is_causal(rows, segments)),
+                *(None, *lengths, 0.0, _is_causal(rows, prepared)),
                 scale=self.problem.softmax_scale,
             )
             places = (grads.dq[rows], grads.dk[keys], grads.dv[keys])
@@ -313,12 +287,3 @@ def _batched(x: Tensor) -> Tensor:
 
 def _packed(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
-
-
-def _missing(module: str, distribution: str) -> str | None:
-    """Why a package cannot be imported, or None."""
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        return f"{distribution} is not installed: {error}"
-    return None
