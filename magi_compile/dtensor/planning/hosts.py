@@ -40,12 +40,19 @@ def hosts_of(hosts: int | Sequence[int] | None, cp_size: int) -> tuple[int, ...]
     return tuple(numbers[host] for host in hosts) if len(numbers) > 1 else None
 
 
-def launched_hosts(ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """The host of each of `ranks`, numbers in the job, as `hosts_of` has it: by what torchrun tells its processes,
-    equally many neighbours on each. None too where nobody says it, or hosts do not have equally many processes."""
+def launched_ranks() -> int:
+    """The ranks that torchrun says are on each host, neighbours; 0 where nobody says it, or hosts do not have equally
+    many."""
     names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
     given = {name: os.environ[name] for name in names if os.environ.get(name, "").isdecimal()}
     local, total = (int(given.get(name, 0)) for name in names[:2])
     if not local or total % local or int(given.get(names[2], total // local)) * local != total:
-        return None
-    return hosts_of([rank // local for rank in ranks], len(ranks))
+        return 0
+    return local
+
+
+def launched_hosts(ranks: Sequence[int]) -> tuple[int, ...] | None:
+    """The host of each of `ranks`, numbers in the job, as `hosts_of` has it, by `launched_ranks`; None too where that
+    is not known."""
+    local = launched_ranks()
+    return hosts_of([rank // local for rank in ranks], len(ranks)) if local else None

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
 from magi_compile._kept import Made, Memo
+from magi_compile._warnings import warn_once
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
-from magi_compile.dtensor.planning.hosts import launched_hosts
+from magi_compile.dtensor.planning.hosts import launched_hosts, launched_ranks
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import (
     Ahead,
@@ -262,6 +263,11 @@ def _planned(
     group, device, size, rank, in_job = where
     is_asked = isinstance(options, ContextParallelOptions) and options.hierarchical
     if is_asked and options.hosts is None:
+        if not launched_ranks():
+            warn_once(
+                "`hierarchical=True` changes nothing: torchrun does not say which ranks share a host, so all are taken "
+                "to share one; give `hosts`"
+            )
         options = replace(options, hosts=launched_hosts(in_job))
     is_one = masks is None
     if not is_one and mask is not None:

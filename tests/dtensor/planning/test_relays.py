@@ -244,3 +244,12 @@ def test_a_plan_asks_the_launcher(monkeypatch):
     assert plan(slices, ranks=(8, 5), options=by_cost).planned.relayed == (True, True)
     said = ContextParallelOptions(hosts=8, hierarchical=True)
     assert plan(slices, ranks=(8, 5), options=said).planned.hosts is None
+
+
+def test_hosts_that_nobody_says_are_a_warning(monkeypatch, caplog):
+    launch(monkeypatch)
+    asked = ContextParallelOptions(hierarchical=True)
+    for _ in range(2):
+        assert plan(AttnSlices.full(16384), ranks=(8, 5), options=asked).planned.hosts is None
+    (said,) = (x.message for x in caplog.records if "hierarchical" in x.message)
+    assert said.endswith("give `hosts`")
