@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command line; by default that of the process.
 
     Returns:
-        The number of kernels that did not compile.
+        1 if a kernel did not compile, else 0.
     """
     asked = _parser().parse_args(argv)
     dtypes = [getattr(torch, name) for name in asked.dtypes]
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(cubins)} kernels {with_launcher}"
         f"{time.perf_counter() - start:.0f} s, in {asked.into or cubin_cache.cache_dir()}"
     )
-    return len(failures)
+    return int(bool(failures))
 
 
 def _compile(compiler: Callable[[Variant], bytes], variant: Variant) -> bytes | CompileError:

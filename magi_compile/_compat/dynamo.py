@@ -136,11 +136,12 @@ def without_disable(function: Any) -> Any:
 
 
 def graph_breaks() -> list[str]:
-    """The reasons of graph breaks so far: the first sentence of each."""
+    """The reasons of graph breaks so far, each once: its first line."""
     reasons = [
         text.partition("Explanation:")[2] for text in torch._dynamo.utils.counters["graph_break"]
     ]
-    return [reason.strip().split("\n")[0].split(". ")[0].rstrip(".") for reason in reasons]
+    lines = (reason.strip().split("\n")[0].rstrip(".") for reason in reasons)
+    return list(dict.fromkeys(line for line in lines if line))
 
 
 def num_graph_breaks() -> int:

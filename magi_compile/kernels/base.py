@@ -52,6 +52,24 @@ class AttnProblem:
     def qhead_per_kvhead(self) -> int:
         return self.nheads_q // self.nheads_kv
 
+    def __str__(self) -> str:
+        arch = (
+            "" if self.device_arch is None else f" (sm_{self.device_arch[0]}{self.device_arch[1]})"
+        )
+        of_v = "" if self.head_dim_v == self.head_dim else f", head_dim of v {self.head_dim_v}"
+        more = {
+            f"soft-cap {self.softcap:g}": self.softcap,
+            "a score_mod": self.has_score,
+            "largest scores": self.has_max_scores,
+            "bit blocks": self.has_bits,
+            "block lists": self.block_map is not None,
+        }
+        return (
+            f"this attention on {self.device_type!r}{arch}: {str(self.dtype).removeprefix('torch.')}, heads "
+            f"{self.nheads_q}:{self.nheads_kv}, head_dim {self.head_dim}{of_v}"
+            f"{''.join(f', {name}' for name, is_asked in more.items() if is_asked)}"
+        )
+
 
 def output_stride(
     shape: Sequence[Any], stride: Sequence[Any], head_dim_v: Any

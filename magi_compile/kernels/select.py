@@ -130,6 +130,10 @@ def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -
     try:
         kernel = load(name)
     except ImportError as error:
+        if (
+            name == "hopper" and problem.device_type != "cuda"
+        ):  # whose bindings a CPU build of PyTorch lacks
+            return [f"needs a CUDA device, got {problem.device_type!r}"]
         return [f"cannot be imported: {error}"]
     reasons = kernel.refusals(problem)
     if problem.block_map is not None and not isinstance(kernel, MappedKernel):

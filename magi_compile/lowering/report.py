@@ -94,6 +94,8 @@ class LoweringReport:
         self.num_graphs = 0
 
     def __str__(self) -> str:
+        if not self.decisions:
+            return "no FlexAttention call was compiled"
         kernels = sorted({decision.kernel for decision in self.lowered if decision.kernel})
         to = f" to {', '.join(kernels)}" if kernels else ""
         graphs = f"{self.num_graphs} graph{'' if self.num_graphs == 1 else 's'}"

@@ -476,8 +476,9 @@ class AttnSlices:
             yield AttnSlice(tuple(q_range), tuple(k_range), MaskType(mask_type))
 
     def __repr__(self) -> str:
+        count = f"{len(self)} slice{'' if len(self) == 1 else 's'}"
         return (
-            f"AttnSlices({len(self)} slices, seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, "
+            f"AttnSlices({count}, seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, "
             f"device='{self.device}')"
         )
 

@@ -103,7 +103,7 @@ def run_refused_buffers(group):
         ({"buffers": [x]}, "`buffer_seq_dims` must have an entry for each of the 1 buffers, got 0"),
         (
             {"buffers": [x, other], "buffer_seq_dims": [0, 0]},
-            "`buffers[1]` does not fit: `x` must have the 128 tokens of the whole sequence in dimension 0, got 129",
+            "`buffers[1]` must have the 128 tokens of the whole sequence in dimension 0, got 129",
         ),
         (
             {"buffers": [x], "buffer_seq_dims": [1]},

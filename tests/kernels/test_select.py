@@ -105,7 +105,7 @@ def test_all_reasons_are_listed(registry):
     with pytest.raises(NotImplementedError) as error:
         select(PROBLEM)
     message = str(error.value)
-    assert "head_dim=64" in message
+    assert "float32, heads 2:1, head_dim 64:" in message
     for reason in (
         "picky: needs a Tuesday",
         "picky: needs a full moon",

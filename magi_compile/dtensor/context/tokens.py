@@ -96,5 +96,5 @@ def local_shards(
         try:
             shards.append(of.shard(x, dim, padding=padding[number] if padding else 0))
         except ValueError as error:
-            raise ValueError(f"`buffers[{number}]` does not fit: {error}") from error
+            raise ValueError(str(error).replace("`x`", f"`buffers[{number}]`")) from error
     return shards

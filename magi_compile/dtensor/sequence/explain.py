@@ -83,8 +83,9 @@ class PlanExplanation:
                 f"mask      {self.mask}",
                 f"area      {sum(self.area):,} pairs, {local:.0%} of them with keys of the same rank",
                 f"balance   the heaviest rank has {self.imbalance:.3f} times the mean",
-                f"receives  {mean:,.0f} rows of keys a rank, at most {max(self.received_rows):,}, rank {self.rank} "
-                f"{self.received_rows[self.rank]:,}; an all-gather {self.gathered_rows:,} ({mean / gathered:.1%})",
+                f"receives  rows of keys: {mean:,.0f} a rank in the mean, at most {max(self.received_rows):,}, "
+                f"rank {self.rank} {self.received_rows[self.rank]:,}; an all-gather "
+                f"{self.gathered_rows:,} ({mean / gathered:.1%})",
                 f"sends     at most {max(self.sent_rows):,} rows, rank {self.rank} {self.sent_rows[self.rank]:,}",
                 *self._hosts_in_words(),
                 f"forward   {self.forward}",

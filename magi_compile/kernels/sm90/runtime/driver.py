@@ -10,7 +10,13 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from cuda.bindings import driver
+
+try:
+    from cuda.bindings import driver
+except ImportError as error:
+    raise ImportError(
+        f"{error}; it needs cuda-bindings, which CUDA builds of PyTorch bring along: pip install cuda-bindings"
+    ) from error
 from torch import Tensor
 
 from magi_compile import _compat
