@@ -94,11 +94,13 @@ class Explanation:
         calls: those of FlexAttention.
         report: what was lowered.
         num_across_ranks: attentions inside of `context_parallel`, whose plan explains itself.
+        failure: the error that ended the run, behind what was decided until then.
     """
 
     calls: list[AttentionCall] = field(default_factory=list)
     report: LoweringReport = field(default_factory=LoweringReport)
     num_across_ranks: int = 0
+    failure: Exception | None = None
 
     def __str__(self) -> str:
         """The calls, those that read the same in a row as one."""
@@ -116,6 +118,10 @@ class Explanation:
                 x.score for x in self.report.decisions if x.kernel == ACROSS_RANKS and x.score
             ]
             blocks += [f"across ranks with score {score}" for score in dict.fromkeys(scores)]
+        if self.failure is not None:
+            why = getattr(self.failure, "inner_exception", self.failure)  # in PyTorch's wrapping
+            first = str(why).strip().partition("\n")[0]
+            blocks.append(f"the run itself failed: {type(why).__name__}: {first}")
         return "\n".join([*blocks, str(self.report)])
 
 
@@ -131,10 +137,12 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         **kwargs: its keyword arguments.
 
     Returns:
-        An `Explanation`: print it, or read its `calls`.
+        An `Explanation`: print it, or read its `calls`. If `fn` raises behind a decision, its error is the `failure`,
+        and attentions that did not run have no slices.
 
     Raises:
         TypeError: `fn` is not callable.
+        Exception: what `fn` raises before anything was decided.
     """
     if not callable(fn):
         raise TypeError(f"`fn` must be a model or a function, got {type(fn).__name__}")
@@ -157,8 +165,16 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         return gm.forward
 
     backend.lowering_options = lambda _: DEFAULTS  # type: ignore[attr-defined]
-    with torch.no_grad():
-        torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
+    try:
+        with torch.no_grad():
+            torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
+    except Exception as error:
+        if not explanation.report.decisions:
+            raise
+        explanation.failure = error
+        ran = {id(call.decision) for call in explanation.calls}
+        decided = (x for x in explanation.report.decisions if id(x) not in ran)
+        explanation.calls += [AttentionCall(decision, None) for decision in decided]
     return explanation
 
 

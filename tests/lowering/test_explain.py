@@ -77,3 +77,24 @@ def test_kernels_that_refuse_alike_share_a_line():
     decision = Decision("", (1, 2, 96, 16), (1, 2, 96, 16), "", "cpu", (), refused)
     lines = str(AttentionCall(decision, None)).splitlines()
     assert lines[2:] == ["         not cuda, fa4: no GPU", "         not triton: not here"]
+
+
+def test_a_run_that_fails_is_told_behind_what_was_decided():
+    x = torch.randn(BATCH, 2, 96, 16)
+
+    def attend(x):
+        out = flex_attention(x, x, x, not_pointwise)
+        return out.sum() + torch.linalg.cholesky(-torch.eye(3)).sum()
+
+    result = explain(attend, x)
+    (call,) = result.calls
+    assert call.decision.kernel is None
+    assert "score_mod" in call.decision.reasons[0]
+    assert result.failure is not None
+    assert "the run itself failed: " in str(result)
+    with pytest.raises(ZeroDivisionError):
+        explain(lambda x: x / (1 // 0), x)
+
+
+def test_a_model_without_flex_attention():
+    assert str(explain(lambda x: x + 1, torch.zeros(3))) == "no FlexAttention call was compiled"
