@@ -12,9 +12,11 @@ from magi_compile.kernels.heuristics import (
     backward_passes,
     backward_sections,
     forward_config,
+    map_passes,
     plan_tiles,
     table_gradients_config,
 )
+from magi_compile.kernels.plan import BlockMap
 from magi_compile.masks.bits import BLOCK
 
 
@@ -51,6 +53,16 @@ def test_sections_of_the_backward(nheads_kv, group, num_tiles):
 def test_sections_keep_the_sms_busy(num_tiles, grouped, single):
     assert backward_sections(problem(64, 8), num_tiles, num_sms=132) == grouped
     assert backward_sections(problem(8, 8), num_tiles, num_sms=132) == single
+
+
+@pytest.mark.parametrize("num_tiles", [1, 64, 2048])
+@pytest.mark.parametrize("heads", [(8, 8), (64, 8), (64, 64)])
+def test_sections_of_a_block_map_have_one_head(heads, num_tiles):
+    """Few tiles too: items of the next head fill the SMs. Every pass over tiles has its number in 16 bits."""
+    listed = replace(problem(*heads), block_map=BlockMap(1, 1, 128, 128))
+    assert backward_sections(listed, num_tiles, num_sms=132) == 1
+    passes = map_passes(listed, total_q=2**22, l2_bytes=50 * 2**20)
+    assert passes * listed.nheads_kv < 2**15
 
 
 @pytest.mark.parametrize(
