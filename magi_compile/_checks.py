@@ -39,11 +39,14 @@ def of_intervals(message: str) -> str:
     return message
 
 
-def as_raised(error: RuntimeError) -> RuntimeError | MaskDataError:
+_RAISED = {x.__name__: x for x in (MaskDataError, ValueError, TypeError, NotImplementedError)}
+
+
+def as_raised(error: RuntimeError) -> Exception:
     """The exception that an op of ours has raised, where the launcher of `csrc/host` has made a `RuntimeError` of
     it."""
     name, _, text = str(error).partition(": ")
-    return MaskDataError(text) if name == MaskDataError.__name__ else error
+    return _RAISED[name](text) if name in _RAISED else error
 
 
 class MaskCheck(NamedTuple):

@@ -87,5 +87,7 @@ def test_what_the_launcher_has_made_of_a_mask_data_error():
     restored = _checks.as_raised(RuntimeError("MaskDataError: `t0` must be sorted: at 3"))
     assert isinstance(restored, MaskDataError)
     assert str(restored) == "`t0` must be sorted: at 3"
+    refused = _checks.as_raised(RuntimeError("ValueError: `heads` must be 2"))
+    assert (type(refused), str(refused)) == (ValueError, "`heads` must be 2")
     other = RuntimeError("CUDA error: MaskDataError")
     assert _checks.as_raised(other) is other

@@ -25,10 +25,8 @@ class Packing(NamedTuple):
     nheads_kv: int = 1  # the same of keys
     by_head: bool = False  # heads are entries
     entries: Entries = ONE_ENTRY  # those of the masks
-    first: tuple[int, int] = (
-        0,
-        0,
-    )  # of which batch entry and which head of the masks the first entry is
+    # Of which batch entry and which head of the masks the first entry is.
+    first: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(

@@ -79,9 +79,8 @@ class Transfer(NamedTuple):
     send_counts: list[int]  # rows for each rank
     recv_counts: list[int]
     peak_received: int  # rows of the largest buffer of any rank
-    legs: tuple[Transfer, Transfer] | None = (
-        None  # by way of relays; the second is from buffers to buffers
-    )
+    # By way of relays; the second is from buffers to buffers
+    legs: tuple[Transfer, Transfer] | None = None
 
     @property
     def num_received(self) -> int:
@@ -94,12 +93,10 @@ class Stage(NamedTuple):
 
     slices: AttnSlices
     transfer: Transfer | None  # None: the keys are the rank's own, in place
-    whole: Tensor | None = (
-        None  # int64 `[num_slices]`, of which slice of the mask each is a part; while planning
-    )
-    entry: Tensor | None = (
-        None  # int32 `[num_slices]`, whose they are where entries have masks of their own
-    )
+    # int64 `[num_slices]`, of which slice of the mask each is a part; while planning
+    whole: Tensor | None = None
+    # int32 `[num_slices]`, whose they are where entries have masks of their own
+    entry: Tensor | None = None
 
     def without_legs(self) -> Stage:
         """The stage whose rows come from where they are held."""
@@ -133,9 +130,8 @@ class CommPlan:
     buffers: Sequence[
         Buffers
     ]  # of each degree, without remote stages in which nothing moves on any rank
-    host: Tensor | None = (
-        None  # int64 `[cp_size]`, that of each rank, where rows cross hosts by way of relays
-    )
+    # int64 `[cp_size]`, that of each rank, where rows cross hosts by way of relays
+    host: Tensor | None = None
 
     @property
     def num_stages(self) -> int:
@@ -405,9 +401,8 @@ class StageLoads:
     recv_rows: Tensor  # remote key rows
     send_rows: Tensor  # the same, of those who hold them
     query_rows: int  # of each rank
-    hops: tuple[Hop, ...] | None = (
-        None  # the exchanges of a cast of all remote rows, where several hosts are known
-    )
+    # The exchanges of a cast of all remote rows, where several hosts are known
+    hops: tuple[Hop, ...] | None = None
     relayed: StageLoads | None = None  # the same loads where rows cross hosts by way of relays
 
     @cached_property

@@ -55,9 +55,8 @@ class Dispatch(Placement):
     """The rank and place of every token and every key."""
 
     table: ChunkTable  # what the chunks cost and need
-    other_keys: Placement | None = (
-        None  # where keys live that are no rows of the sequence (cross attention)
-    )
+    # Where keys live that are no rows of the sequence (cross attention)
+    other_keys: Placement | None = None
 
     @property
     def keys(self) -> Placement:

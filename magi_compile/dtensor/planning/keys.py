@@ -82,9 +82,8 @@ def named_after_keys(
     """`chunks [cp_size, chunks_per_rank]` with ranks in another order,
     so that each holds what it sees of the keys that lie already."""
     cp_size = len(chunks)
-    held = torch.zeros(
-        cp_size, cp_size, dtype=torch.int64, device="cpu"
-    )  # keys that a rank sees, by holder
+    # Keys that a rank sees, by holder.
+    held = torch.zeros(cp_size, cp_size, dtype=torch.int64, device="cpu")
     for table, weight in zip(tables, weights, strict=True):
         if table.keys is not None and not table.keys.is_free:
             keys = table.keys.placement

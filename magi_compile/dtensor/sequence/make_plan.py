@@ -454,9 +454,8 @@ class _Given(NamedTuple):
     """A mask that was read."""
 
     slices: AttnSlices  # on the CPU, or a cover
-    of_unknown: str = (
-        ""  # the indices that it depends on, b or h, of which it does not say how many there are
-    )
+    # The indices that it depends on, b or h, of which it does not say how many there are
+    of_unknown: str = ""
 
 
 def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> _Given:

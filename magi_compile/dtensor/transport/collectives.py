@@ -60,9 +60,8 @@ class Route:
     recv_counts: list[int]  # rows received from each rank
     peak_received: int  # the largest `num_received` of any rank
     num_received: int  # rows of the buffer
-    hosts: tuple[int, ...] | None = (
-        None  # that of each rank; None where all are on one, or nobody knows
-    )
+    # That of each rank; None where all are on one, or nobody knows
+    hosts: tuple[int, ...] | None = None
     legs: tuple[Route, Route] | None = None  # if they are planned
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 

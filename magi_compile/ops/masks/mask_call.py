@@ -38,10 +38,8 @@ class MaskCall(NamedTuple):
     block_lists: Sequence[Tensor]  # those of a BlockMask, or none
     block_size: Sequence[int]  # rows and keys of a block of these
     verify: bool = False  # each call asks for a second opinion
-    heads: Sequence[int] = (
-        1,
-        1,
-    )  # of q and of keys, whose masks differ; 1 and 1 where all have the same mask
+    # Of q and of keys, whose masks differ; 1 and 1 where all have the same mask.
+    heads: Sequence[int] = (1, 1)
 
     @classmethod
     def of(cls, *arguments: object) -> MaskCall:

@@ -150,9 +150,7 @@ class Window:
         # What was enqueued here is done, and nobody leaves the rendezvous before that is so on every rank.
         torch.cuda.synchronize(self._device)
         if self._slots:
-            num_bytes += (
-                num_bytes // 4
-            )  # other masks need a little more; each growth takes 10 to 30 ms
+            num_bytes += num_bytes // 4  # other masks need a little more, and growing takes long
         self._slots.clear()
         self._flags = []  # `release` comes from another thread, and this memory goes
         num_flags = (NUM_SLOTS + 1) * self._size
