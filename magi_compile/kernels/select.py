@@ -130,9 +130,8 @@ def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -
     try:
         kernel = load(name)
     except ImportError as error:
-        if (
-            name == "hopper" and problem.device_type != "cuda"
-        ):  # whose bindings a CPU build of PyTorch lacks
+        # A CPU build of PyTorch lacks the bindings that it imports, and would not run it with them.
+        if name == "hopper" and problem.device_type != "cuda":
             return [f"needs a CUDA device, got {problem.device_type!r}"]
         return [f"cannot be imported: {error}"]
     reasons = kernel.refusals(problem)

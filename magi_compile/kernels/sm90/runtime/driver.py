@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 try:
     from cuda.bindings import driver
@@ -17,7 +18,6 @@ except ImportError as error:
     raise ImportError(
         f"{error}; it needs cuda-bindings, which CUDA builds of PyTorch bring along: pip install cuda-bindings"
     ) from error
-from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.kernels.sm90.runtime.ahead import cubin_of
