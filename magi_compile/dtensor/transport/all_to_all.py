@@ -14,15 +14,24 @@ refused.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.dtensor.transport import rows
-from magi_compile.dtensor.transport.collectives import PendingCast, PendingReduce, Route
+from magi_compile.dtensor.transport.collectives import (
+    PendingCast,
+    PendingReduce,
+    Route,
+    derived,
+    refuse_to_be_recorded,
+)
 
 SMS = 32  # fastest with 16 of 0, 16, 32 and 48 on four H200s, whose exchange is 25 thread blocks
 
@@ -54,35 +63,64 @@ class AllToAll:
         """Nothing: what waits are kernels of the backend, which only it can end."""
 
 
+class LocalRows:
+    """The local rows of the ranges of a route, int32: those that have another rank as their peer, in the order of
+    ranks, and those that have `rank` itself. The host says which ranges are which; `counts` are the rows by peer."""
+
+    def __init__(self, ranges: Tensor, host_ranges: Tensor, counts: list[int], rank: int):
+        self.device, self.num_own = ranges.device, counts[rank]
+        self.counts = [0 if peer == rank else count for peer, count in enumerate(counts)]
+        self._ranges, self.host_ranges = ranges, host_ranges.tolist()
+        peers = [peer for peer, *_ in self.host_ranges]
+        self._own = slice(bisect_left(peers, rank), bisect_right(peers, rank))
+
+    def host_ranges_of_others(self) -> list[list[int]]:
+        return self.host_ranges[: self._own.start] + self.host_ranges[self._own.stop :]
+
+    @derived
+    def travelling(self) -> Tensor:
+        ranges, own = self._ranges, self._own
+        if self.num_own:
+            ranges = torch.cat([ranges[: own.start], ranges[own.stop :]])
+        return rows.rows_of(ranges[:, 1], ranges[:, 3], sum(self.counts))
+
+    @derived
+    def staying(self) -> Tensor:
+        ranges = self._ranges[self._own]
+        if not self.num_own:
+            return ranges[:, 1]
+        return rows.rows_of(ranges[:, 1], ranges[:, 3], self.num_own)
+
+
 class Order:
-    """A route row by row, int32: what travels, in the order of ranks, and what stays."""
+    """A route row by row. Tables on the device are made when a cast or a reduce asks for them first."""
 
     def __init__(self, route: Route, rank: int):
-        self.send_counts, self.recv_counts = (
-            [0 if peer == rank else count for peer, count in enumerate(counts)]
-            for counts in (route.send_counts, route.recv_counts)
-        )
+        self.sends = LocalRows(route.sends, route.host_sends, route.send_counts, rank)
+        self.recvs = LocalRows(route.recvs, route.host_recvs, route.recv_counts, rank)
         self.num_received = route.num_received
         self._order = rows.order_of_sums(rank, route.hosts)
-        self.send_rows, self.own_home_rows = _apart(route.sends, route.send_counts, rank)
-        self.recv_rows, self.own_buffer_rows = _apart(route.recvs, route.recv_counts, rank)
-        first, count = route.host_recvs[:, 1], route.host_recvs[:, 3]
-        in_order = torch.equal(first, count.cumsum(0, dtype=first.dtype) - count)
-        self.arrives_in_place = in_order and route.recv_counts[rank] == 0
         self._sums: dict[int, rows.Sums] = {}
+
+    @cached_property
+    def arrives_in_place(self) -> bool:
+        """Rows arrive in the order in which they lie in the buffer, and none stay."""
+        begin = 0
+        for _, row, _, count in self.recvs.host_ranges:
+            if row != begin:
+                return False
+            begin += count
+        return not self.recvs.num_own
 
     def sums(self, num_rows: int) -> rows.Sums:
         if num_rows not in self._sums:
-            own = (self.own_home_rows, self.own_buffer_rows, self._order)
-            self._sums[num_rows] = rows.Sums(self.send_rows, num_rows, self.send_counts, *own)
+            sends, recvs = self.sends, self.recvs
+            refuse_to_be_recorded(sends)
+            own = (sends.staying, recvs.staying, self._order)
+            with _compat.outside_of_modes():
+                sums = rows.Sums(sends.travelling, num_rows, sends.counts, *own)
+            self._sums[num_rows] = sums
         return self._sums[num_rows]
-
-
-def _apart(ranges: Tensor, counts: list[int], rank: int) -> tuple[Tensor, Tensor]:
-    """The local rows of `ranges` that have another rank as their peer, and those that have `rank` itself."""
-    every = rows.rows_of(ranges[:, 1], ranges[:, 3], sum(counts))
-    before, own, after = every.split([sum(counts[:rank]), counts[rank], sum(counts[rank + 1 :])])
-    return torch.cat([before, after]), own
 
 
 class _Cast:
@@ -90,27 +128,27 @@ class _Cast:
 
     def __init__(self, tensors: Sequence[Tensor], order: Order, group: dist.ProcessGroup):
         self._order = order
-        packed = rows.gather(tensors, order.send_rows)
-        self._exchange = Exchange(packed, order.send_counts, order.recv_counts, group)
+        packed = rows.gather(tensors, order.sends.travelling)
+        self._exchange = Exchange(packed, order.sends.counts, order.recvs.counts, group)
         self._parts = rows.split(self._exchange.arriving, [x[:0] for x in tensors])
         if order.arrives_in_place:
             self.buffers = self._parts
         else:
             self.buffers = [x.new_empty(order.num_received, *x.shape[1:]) for x in tensors]
-            rows.move(tensors, order.own_home_rows, self.buffers, order.own_buffer_rows)
+            rows.move(tensors, order.sends.staying, self.buffers, order.recvs.staying)
 
     def wait(self) -> list[Tensor]:
         self._exchange.wait()
         if not self._order.arrives_in_place:
-            rows.move(self._parts, None, self.buffers, self._order.recv_rows)
+            rows.move(self._parts, None, self.buffers, self._order.recvs.travelling)
         return self.buffers
 
 
 class _Reduce:
     def __init__(self, tensors: Sequence[Tensor], order: Order, group: dist.ProcessGroup):
         self._tensors, self._order = tensors, order
-        packed = rows.gather(tensors, order.recv_rows)
-        self._exchange = Exchange(packed, order.recv_counts, order.send_counts, group)
+        packed = rows.gather(tensors, order.recvs.travelling)
+        self._exchange = Exchange(packed, order.recvs.counts, order.sends.counts, group)
 
     def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
         arrived = rows.split(self._exchange.wait(), self._tensors)

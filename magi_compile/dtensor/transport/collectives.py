@@ -24,6 +24,7 @@ import importlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -110,7 +111,12 @@ def is_recorded(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_to_be_recorded(x: Tensor) -> None:
+class _OnDevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+def refuse_to_be_recorded(x: _OnDevice) -> None:
     """Called where something is computed from a plan on the device of `x`, to be kept: raises RuntimeError while a
     graph is being captured, which would record it, so that what is kept would hold nothing before the first replay."""
     if is_recorded(x.device):
@@ -118,6 +124,20 @@ def refuse_to_be_recorded(x: Tensor) -> None:
             "the first use of a plan allocates tables on the device, which a CUDA graph cannot capture: "
             "run one warm-up step before the capture"
         )
+
+
+class derived(cached_property[_Made]):
+    """A cached property that is computed from a plan, whatever the caller's modes are. Its object has a `device`.
+
+    Raises RuntimeError if it is asked for first while a graph is being captured.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None or self.attrname in vars(instance):
+            return super().__get__(instance, owner)
+        refuse_to_be_recorded(instance)
+        with _compat.outside_of_modes():
+            return super().__get__(instance, owner)
 
 
 class PendingCast(Protocol):

@@ -46,13 +46,13 @@ class _Legs:
         assert route.hosts is not None
         self.first, self.second = (leg.derive(Order, rank) for leg in route.legs)
         self.num_received = route.num_received
-        arriving = self.first.recv_rows
+        arriving = self.first.recvs.travelling
         number = torch.arange(len(arriving), dtype=torch.int32, device=arriving.device)
         # Staged rows follow those of the buffer, and are not more than all that arrive.
         place = arriving.new_full((self.num_received + len(arriving),), -1)
         place[arriving.long()] = number
         # The place of each row of the second leg among those that the first one brings.
-        self.relayed = place[self.second.send_rows.long()]
+        self.relayed = place[self.second.sends.travelling.long()]
         is_staged = arriving >= self.num_received
         # Counted by the host, so that it does not wait. A range may have rows of both kinds.
         peer, row, _, count = route.legs[0].host_recvs.unbind(1)
@@ -65,7 +65,7 @@ class _Legs:
         order = [[rows.OWN if peer == rank else peer for peer in host]]
         # Sent home: its own partial results, and those of its host that it hands on.
         own = (self.kept, self.kept_rows, order)
-        self.sums = rows.Sums(self.relayed, len(arriving), self.second.send_counts, *own)
+        self.sums = rows.Sums(self.relayed, len(arriving), self.second.sends.counts, *own)
 
 
 class _RelayedCast:
@@ -74,19 +74,19 @@ class _RelayedCast:
     def __init__(self, tensors: Sequence[Tensor], legs: _Legs, group: dist.ProcessGroup):
         self._tensors, self._legs = tensors, legs
         first, second = legs.first, legs.second
-        packed = rows.gather(tensors, first.send_rows)
-        first_leg = Exchange(packed, first.send_counts, first.recv_counts, group)
-        counts = (second.send_counts, second.recv_counts)
+        packed = rows.gather(tensors, first.sends.travelling)
+        first_leg = Exchange(packed, first.sends.counts, first.recvs.counts, group)
+        counts = (second.sends.counts, second.recvs.counts)
         pack = partial(_pack_second_leg, legs, tensors)
         self._second = _Behind(first_leg, pack, packed, *counts, group)
         self.buffers = [x.new_empty(legs.num_received, *x.shape[1:]) for x in tensors]
-        rows.move(tensors, first.own_home_rows, self.buffers, first.own_buffer_rows)
+        rows.move(tensors, first.sends.staying, self.buffers, first.recvs.staying)
 
     def wait(self) -> list[Tensor]:
         legs, (first, second) = self._legs, self._second.wait()
         rows.move(rows.split(first, self._tensors), legs.kept, self.buffers, legs.kept_rows)
         of_others = rows.split(second, self._tensors)
-        rows.move(of_others, None, self.buffers, legs.second.recv_rows)
+        rows.move(of_others, None, self.buffers, legs.second.recvs.travelling)
         return self.buffers
 
 
@@ -94,9 +94,9 @@ class _RelayedReduce:
     def __init__(self, tensors: Sequence[Tensor], legs: _Legs, group: dist.ProcessGroup):
         self._tensors, self._legs = tensors, legs
         first, second = legs.first, legs.second
-        packed = rows.gather(tensors, second.recv_rows)
-        back = Exchange(packed, second.recv_counts, second.send_counts, group)
-        counts = (first.recv_counts, first.send_counts)
+        packed = rows.gather(tensors, second.recvs.travelling)
+        back = Exchange(packed, second.recvs.counts, second.sends.counts, group)
+        counts = (first.recvs.counts, first.sends.counts)
         pack = partial(_pack_sums, legs, tensors)
         self._home = _Behind(back, pack, packed, *counts, group)
 

@@ -13,13 +13,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.planning.ranges import expand
-
 
 def rows_of(first: Tensor, count: Tensor, total: int) -> Tensor:
     """Every row of the ranges `[first, first + count)`, which hold `total` together, in order; int32."""
-    index, step = expand(count.long(), total)
-    return (first[index] + step).to(torch.int32)
+    row = torch.arange(total, dtype=torch.int32, device=count.device)
+    end = count.cumsum(0, dtype=torch.int32)
+    return (first - end + count)[torch.searchsorted(end, row, right=True)].add_(row)
 
 
 def move(
@@ -101,15 +100,15 @@ class Sums:
         self._own_home_rows, self._own_buffer_rows = own_home_rows, own_buffer_rows
         self._groups = order or [[OWN], *([peer] for peer in range(len(counts)))]
         # Rows of others by number, own ones as -1 - row, in the order of groups; then by home row.
-        number = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        homes, sources = ([*x.split(counts)] for x in (rows, number))
-        homes.append(own_home_rows)
-        sources.append(-1 - own_buffer_rows)
-        ranks = [peer for group in self._groups for peer in group]
-        home = torch.cat([homes[peer] for peer in ranks])
-        by_home = torch.argsort(home, stable=True)
-        self._order = torch.cat([sources[peer] for peer in ranks])[by_home]
-        home = home[by_home]
+        home, source = rows, None
+        if order is not None or own_home_rows.shape[0]:
+            homes = [*rows.split(counts), own_home_rows]
+            number = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+            sources = [*number.split(counts), -1 - own_buffer_rows]
+            ranks = [peer for group in self._groups for peer in group]
+            home, source = (torch.cat([x[peer] for peer in ranks]) for x in (homes, sources))
+        home, by_home = torch.sort(home, stable=True)
+        self._order = by_home.int() if source is None else source[by_home]
         edges = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
         self._begin = torch.searchsorted(home, edges, out_int32=True)
         self._opens: Tensor | None = None  # int8, 1 where a group begins

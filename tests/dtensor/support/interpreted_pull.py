@@ -25,7 +25,7 @@ def test_pull(dtype, width, num_programs):
     offset = 48
     addresses = torch.tensor([home.data_ptr() - offset for home in homes])
     for rank, route in enumerate(routes):
-        places = Pulls(route.recvs, route.host_recvs, rank, size).places
+        places = Pulls(route.host_recvs.tolist(), rank, size, route.recvs.device).places
         target = torch.full((route.num_received, width), 99).to(dtype)
         pull_triton.pull(target, places, addresses, offset, num_programs)
         assert torch.equal(target, expected_buffer(route, homes))

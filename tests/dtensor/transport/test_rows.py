@@ -36,7 +36,7 @@ def test_sums_in_the_order_of_ranks(device, dtype):
 
 
 def test_rows_of():
-    first, count = torch.tensor([5, 0, 9]), torch.tensor([2, 0, 3])
+    first, count = torch.tensor([[5, 0, 9], [2, 0, 3]], dtype=torch.int32)
     assert rows.rows_of(first, count, 5).tolist() == [5, 6, 9, 10, 11]
 
 

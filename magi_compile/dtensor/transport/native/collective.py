@@ -54,8 +54,8 @@ class NativeCollective:
             self._pull(order.pulls, slot, [(0, part)], window.stream, met)
             done = window.end()
             buffers = rows.split(part, tensors, widths)
-            if order.own_home_rows.shape[0]:
-                rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
+            if order.sends.num_own:
+                rows.move(tensors, order.sends.staying, buffers, order.recvs.staying)
             yield _WindowCast(buffers, window, done)
 
     def outbox(
@@ -186,9 +186,7 @@ class _CastOrder(Order):
 
     def __init__(self, route: Route, rank: int, size: int):
         super().__init__(route, rank)
-        tables = (route.recvs, route.host_recvs)
-        ranges, host_ranges = (_of_others(x, route.host_recvs, rank) for x in tables)
-        self.pulls = Pulls(ranges, host_ranges, rank, size)
+        self.pulls = Pulls(self.recvs.host_ranges_of_others(), rank, size, route.recvs.device)
 
 
 class _ReduceOrder(Order):
@@ -196,9 +194,11 @@ class _ReduceOrder(Order):
 
     def __init__(self, route: Route, rank: int, size: int):
         super().__init__(route, rank)
-        tables = (route.sends, route.host_sends)
-        ranges, host_ranges = (_of_others(x, route.host_sends, rank) for x in tables)
-        self.pulls = Pulls(_one_after_another(ranges), _one_after_another(host_ranges), rank, size)
+        reads, row = [], 0
+        for peer, _, peer_row, count in self.sends.host_ranges_of_others():
+            reads.append((peer, row, peer_row, count))
+            row += count
+        self.pulls = Pulls(reads, rank, size, route.sends.device)
         self._received = route.num_received, route.peak_received
         self._rooms: dict[Hashable, _Room] = {}
 
@@ -208,17 +208,3 @@ class _ReduceOrder(Order):
         if kind not in self._rooms:
             self._rooms[kind] = _Room.of(like, *self._received)
         return self._rooms[kind]
-
-
-def _of_others(ranges: Tensor, host_ranges: Tensor, rank: int) -> Tensor:
-    """The ranges whose peer is another rank."""
-    peers, own = host_ranges[:, 0].contiguous(), host_ranges.new_tensor([rank, rank + 1])
-    first, last = torch.searchsorted(peers, own).tolist()
-    return torch.cat([ranges[:first], ranges[last:]])
-
-
-def _one_after_another(sends: Tensor) -> Tensor:
-    """`sends` of a route as ranges to read: into a buffer that holds one after another."""
-    peer, _, peer_row, count = sends.unbind(1)
-    row = count.cumsum(0, dtype=count.dtype) - count
-    return torch.stack([peer, row, peer_row, count], 1)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.planning.ranges import expand
+from magi_compile.dtensor.on_device import to_device
+from magi_compile.dtensor.transport.collectives import derived
 from magi_compile.dtensor.transport.native import stream_ops
 from magi_compile.dtensor.transport.native.window import Slot
 
@@ -36,15 +37,14 @@ _MOST_COPIES = 16  # of slots and widths that are kept
 
 
 class Pulls:
-    """The `num_rows` rows that this rank reads in one go, and what the engines make of them once: `ranges`, int32
-    `[num_ranges, 4]`, ordered by peer, are `peer, target_row, source_row, count`; `host_ranges` are on the CPU."""
+    """The `num_rows` rows that this rank reads in one go, and what the engines make of them once. `ranges` are `peer,
+    target_row, source_row, count`, ordered by peer; `device` is where rows go."""
 
-    def __init__(self, ranges: Tensor, host_ranges: Tensor, rank: int, size: int):
-        self._ranges, self._host_ranges, self._rank, self._size = ranges, host_ranges, rank, size
-        self.num_rows = int(host_ranges[:, 3].sum())
+    def __init__(self, ranges: Sequence[Sequence[int]], rank: int, size: int, device: torch.device):
+        self.device, self._rank, self._size = device, rank, size
         # Every rank begins with the one after it, so that no rank is read by all at once.
-        turn = (host_ranges[:, 0] - rank - 1) % size
-        self._ranges_in_turn = host_ranges[torch.argsort(turn, stable=True)].tolist()
+        self._ranges_in_turn = sorted(ranges, key=lambda x: (x[0] - rank - 1) % size)
+        self.num_rows = sum(count for *_, count in ranges)
         self._copies: dict[tuple[int, ...], _Copies] = {}
 
     def engine(self, row_bytes: int) -> str:
@@ -90,22 +90,31 @@ class Pulls:
             self._copies[key] = copies
         return copies
 
-    @cached_property
+    @derived
     def places(self) -> Tensor:
         """int32 `[3, num_rows]` on the device, `peer, source_row, target_row`, with the peers in turn all along."""
-        # On the device throughout: it sorts the rows, and a kernel there reads their places.
-        size, ranges = self._size, self._ranges
-        of_peer = ranges.new_zeros(size).index_add_(0, ranges[:, 0], ranges[:, 3])
-        before = of_peer.cumsum(0) - of_peer
-        index, step = expand(ranges[:, 3], self.num_rows)
-        peer, target_row, source_row, _ = ranges[index].unbind(1)
-        # In proportion, so that the last rows of all peers are read together.
-        position = torch.arange(self.num_rows, device=ranges.device) - before[peer]
-        share = (position.double() + 0.5) / of_peer[peer]
-        turn = (peer - self._rank - 1) % size
-        order = torch.argsort(share + turn * 1e-9)
-        places = torch.stack([peer, source_row + step, target_row + step])
-        return places[:, order].to(torch.int32).contiguous()
+        of_peer = [0] * self._size
+        for peer, _, _, count in self._ranges_in_turn:
+            of_peer[peer] += count
+        # The host computes what each range has, the device what each row has, numbered through all ranges.
+        table, begin, before = [], 0, [0] * self._size
+        for peer, target_row, source_row, count in self._ranges_in_turn:
+            # In proportion, so that the last rows of all peers are read together.
+            share = (before[peer] - begin + 0.5) / of_peer[peer]
+            turn = (peer - self._rank - 1) % self._size
+            rows = (peer, source_row - begin, target_row - begin)
+            table.append((*rows, share + turn * 1e-9, 1 / of_peer[peer], begin + count))
+            before[peer] += count
+            begin += count
+        of_ranges = (
+            torch.tensor(table, dtype=torch.float64, device="cpu").view(-1, 6).T.contiguous()
+        )
+        of_ranges = to_device(of_ranges, self.device)
+        row = torch.arange(self.num_rows, dtype=torch.float64, device=self.device)
+        of_rows = of_ranges[:5, torch.searchsorted(of_ranges[5], row, right=True)]
+        order = torch.argsort(torch.addcmul(of_rows[3], of_rows[4], row))
+        of_rows[1:3] += row
+        return of_rows[:3, order].int()
 
 
 @cache

@@ -32,7 +32,7 @@ def test_casts(size):
         buffer = torch.full((route.num_received, WIDTH), torch.nan)
         pull(order.pulls, homes, buffer)
         assert rank not in order.pulls.places[0]
-        rows.move([homes[rank]], order.own_home_rows, [buffer], order.own_buffer_rows)
+        rows.move([homes[rank]], order.sends.staying, [buffer], order.recvs.staying)
         assert torch.equal(buffer, expected_buffer(route, homes))
 
 

@@ -22,23 +22,23 @@ def rows_of(ranges):
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_places_are_the_rows_of_the_ranges(size):
     for rank, route in enumerate(routes_of(random_ranges(size, 90, 30, seed=size), seed=size)):
-        places = Pulls(route.recvs, route.host_recvs, rank, size).places
+        places = Pulls(route.host_recvs.tolist(), rank, size, route.recvs.device).places
         assert places.dtype == torch.int32
         assert places.is_contiguous()
         assert sorted(zip(*places.tolist(), strict=True)) == rows_of(route.host_recvs)
 
 
 def test_peers_take_turns():
-    ranges = torch.tensor([[0, 0, 7, 4], [1, 4, 0, 2], [2, 6, 0, 4]], dtype=torch.int32)
-    peer, source_row, _ = Pulls(ranges, ranges, rank=1, size=3).places.tolist()
+    ranges = [[0, 0, 7, 4], [1, 4, 0, 2], [2, 6, 0, 4]]
+    peer, source_row, _ = Pulls(ranges, 1, 3, torch.device("cpu")).places.tolist()
     # Rank 1 begins with rank 2; it has half as many rows of its own.
     assert peer == [2, 0, 1, 2, 0, 2, 0, 1, 2, 0]
     assert source_row == [0, 7, 0, 1, 8, 2, 9, 1, 3, 10]
 
 
 def test_long_ranges_go_to_a_copy_engine():
-    ranges = torch.tensor([[0, 0, 5, 64], [1, 64, 9, 192]], dtype=torch.int32)
-    pulls = Pulls(ranges, ranges, rank=0, size=2)
+    ranges = [[0, 0, 5, 64], [1, 64, 9, 192]]
+    pulls = Pulls(ranges, 0, 2, torch.device("cpu"))
     assert pulls.engine(MIN_BYTES_OF_A_COPY // 128) == COPY_ENGINE
     assert pulls.engine(MIN_BYTES_OF_A_COPY // 128 - 1) == SMS
 
