@@ -30,6 +30,7 @@ from magi_compile.kernels.mapped import KEYS_OF_TABLE
 from magi_compile.kernels.plan import BlockMap
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
+from magi_compile.kernels.sm90.forward.overlap import early_tiles_variant
 from magi_compile.kernels.sm90.forward.split_kv import merge_variant, split_variant
 from magi_compile.kernels.sm90.masks.mask_slices import lists_variant, mask_variant
 from magi_compile.kernels.sm90.masks.source import mask_source
@@ -107,6 +108,8 @@ def variants(
                 yield backward_variants(table)[1]
     yield planner_variant()
     yield planner_variant(has_bits=True)
+    if "ranks" in more:
+        yield early_tiles_variant()
     yield split_variant()
     yield lists_variant()
     yield from map(_mask_variant, COMMON_MASKS)

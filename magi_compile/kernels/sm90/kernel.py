@@ -28,7 +28,12 @@ from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward, forward_variant
-from magi_compile.kernels.sm90.forward.overlap import EarlyForward, EarlyPlan, early_plan
+from magi_compile.kernels.sm90.forward.overlap import (
+    EarlyForward,
+    EarlyPlan,
+    early_plan,
+    early_tiles_variant,
+)
 from magi_compile.kernels.sm90.forward.split_kv import (
     cut_tiles,
     forward_in_splits,
@@ -198,6 +203,8 @@ class HopperKernel:
         config = forward_config(problem)
         options = {"has_stairs": has_stairs, "is_early": is_early}
         variants = [forward_variant(problem, config, **options, score=source)]
+        if is_early:
+            variants.insert(0, early_tiles_variant())
         if has_splits(plan) and score is None and not is_early:
             variants.append(merge_variant(problem.head_dim_v, problem.dtype))
         ahead.begin(variants)

@@ -87,6 +87,13 @@ SPLIT_TILES = Struct(
     | _ints("least_blocks", "tile_rows", "block_cols"),
 )
 
+EARLY_TILES = Struct(
+    "EarlyTilesParams",
+    _addresses("tiles", "runs", "parted_runs", "remote_tiles", "remote_splits", "local_tiles")
+    | _addresses("split_tiles", "order", "run_mid", "split_of", "before")
+    | _ints("num_tiles", "num_splits", "num_sorted", "remote_begin"),
+)
+
 # planner/tile_plan.cu
 
 WALK = Struct(

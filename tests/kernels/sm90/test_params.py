@@ -14,7 +14,7 @@ from magi_compile.functions.text import functions
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.sm90 import params
 from magi_compile.kernels.sm90.backward import launch as backward
-from magi_compile.kernels.sm90.forward import split_kv
+from magi_compile.kernels.sm90.forward import overlap, split_kv
 from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
 from magi_compile.kernels.sm90.masks.bits_source import bits_source
 from magi_compile.kernels.sm90.masks.mask_graph import mask_graph
@@ -54,6 +54,7 @@ SOURCES = [
         params.mask_mod_params(MASK_MOD.num_words + len(MASK_MOD.checks) + 1),
         mask_bits.bits_variant(MASK_MOD, has_lists=False),
     ),
+    (params.EARLY_TILES, overlap.early_tiles_variant()),
     *((params.table_gradients_params(*n), TABLE_GRADIENTS) for n in ((1, 1), (4, 3))),
 ]
 

@@ -58,6 +58,7 @@ def clear_caches() -> None:
     for module in (forward, split_kv, planner, block_map, early):
         module._call.cache_clear()
     block_map._call_of_table.cache_clear()
+    early._lists_call.cache_clear()
     backward._prepared.cache_clear()
     mask_slices._prepared.clear()
     mask_bits._prepared.clear()

@@ -37,8 +37,8 @@ from magi_compile.kernels.sm90.forward.launch import (
     results_of,
     schedule_of,
 )
-from magi_compile.kernels.sm90.params import EARLY_FORWARD
-from magi_compile.kernels.sm90.runtime.calls import Buffer, Launch, addresses_of, allocate
+from magi_compile.kernels.sm90.params import EARLY_FORWARD, EARLY_TILES
+from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch, addresses_of, allocate
 from magi_compile.kernels.sm90.runtime.driver import (
     Layout,
     are_tma_layouts,
@@ -49,9 +49,10 @@ from magi_compile.kernels.sm90.runtime.driver import (
     on_device,
     routed,
 )
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
-from magi_compile.plan.cost import longest_first, run_costs, sums
-from magi_compile.plan.tiles import RUN_FIELDS, Walk
+from magi_compile.plan import cost
+from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, Walk
 
 #: In place of the number of a split, as in csrc/sm90/common/tile_plan.cuh.
 NO_SPLIT = -1
@@ -67,10 +68,7 @@ _SPLIT_OUT, _SPLIT_LSE, _COUNTERS, _REMOTE_SPLITS, _LOCAL_TILES, _SPLIT_TILES = 
 # stored each.
 _NUM_BEGUN, _NUM_STORED = 3, 4
 _NO_BLOCK = 2**31 - 1  # begins behind the arrival
-
-_COL_BEGIN, _NUM_BLOCKS, _NUM_LEAD, _NUM_TRAIL = (
-    RUN_FIELDS.index(name) for name in ("col_begin", "num_blocks", "num_lead", "num_trail")
-)
+_LISTS_THREADS = 512  # as in csrc/sm90/planner/early_tiles.cu
 
 
 class EarlyPlan(NamedTuple):
@@ -88,7 +86,7 @@ class EarlyPlan(NamedTuple):
 
 
 def early_plan(walk: Walk, tiles: PlanTiles, remote_begin: int) -> EarlyPlan:
-    """Cuts the q walk of a plan; on a GPU nothing waits for the device.
+    """Cuts the q walk of a plan, on its GPU, on torch's current stream; nothing waits for the device.
 
     Args:
         walk: with at least one tile; no run has both local and remote columns.
@@ -98,50 +96,48 @@ def early_plan(walk: Walk, tiles: PlanTiles, remote_begin: int) -> EarlyPlan:
     Returns:
         The plan of an early forward.
     """
-    q_tiles, q_runs, q_edges = walk
-    num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
-    row_begin, row_end, run_begin, run_end = q_tiles.long().unbind(1)
-    is_padding = row_begin == row_end
-    run_begin, run_end = (torch.where(is_padding, 0, x) for x in (run_begin, run_end))
+    q_tiles, q_runs, edges = walk
+    device = q_tiles.device
+    with on_device(device):
+        call = _lists_call(q_tiles.shape[0], q_runs.shape[0], remote_begin, device.index)
+        runs, remote, remote_splits, local, splits, _ = call.run([q_tiles, q_runs], device)
+    return EarlyPlan(remote, remote_splits, local, splits, runs, edges, remote_begin, tiles)
 
-    # The local runs of each tile first. Runs behind the last tile's are padding, and stay there.
-    index = torch.arange(num_runs, device=q_runs.device)
-    is_first = torch.zeros(num_runs + 1, dtype=torch.int64, device=q_runs.device)
-    is_first.index_add_(0, run_begin, (run_end > run_begin).long())
-    is_remote = q_runs[:, _COL_BEGIN] >= remote_begin
-    key = 2 * is_first.cumsum(0)[:num_runs] + is_remote
-    order = torch.where(index < run_end.amax(), key, 2 * num_runs + 2).argsort(stable=True)
-    runs = q_runs[order]
-    run_mid = run_begin + sums(~is_remote[order], run_begin, run_end)
-    cost = run_costs(
-        runs[:, _NUM_BLOCKS].long(), runs[:, _NUM_LEAD].long() + runs[:, _NUM_TRAIL].long()
+
+@cache
+def early_tiles_variant() -> Variant:
+    """The kernel that cuts the walk."""
+    defines = {f"FFA_{name}_COST": str(getattr(cost, f"{name}_COST")) for name in ("BLOCK", "MASK")}
+    return Variant("planner/early_tiles.cu", "ffa_early_tiles", tuple(defines.items()))
+
+
+@lru_cache(maxsize=1024)
+def _lists_call(num_tiles: int, num_runs: int, remote_begin: int, device_index: int | None) -> Call:
+    """The call that cuts a walk of such sizes: of its tiles and runs it makes runs, the lists, and what it notes."""
+    num_splits = min(num_tiles // TILES_OF_A_SPLIT + 1, num_tiles)
+    num_sorted = 1 << max(num_tiles - 1, 0).bit_length()
+    made = (
+        Buffer.of((num_runs, len(RUN_FIELDS)), torch.int32),
+        Buffer.of((num_tiles, len(TILE_FIELDS)), torch.int32),
+        Buffer.of((num_tiles, 2), torch.int32),
+        Buffer.of((num_tiles, len(TILE_FIELDS)), torch.int32),
+        Buffer.of((num_splits, len(TILE_FIELDS)), torch.int32),
+        Buffer.of((2 * num_sorted + 3 * num_tiles,), torch.int32),
     )
-    local, remote = sums(cost, run_begin, run_mid), sums(cost, run_mid, run_end)
-
-    def listed(is_in: Tensor, begin: Tensor, end: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
-        columns = (torch.where(is_in, row_begin, row_end), row_end, begin, end)
-        order = longest_first(torch.where(is_in, cost + 1, 0))
-        return torch.stack(columns, 1)[order].int(), order
-
-    sees_remote = run_end > run_mid
-    is_cut = sees_remote & (run_mid > run_begin)
-    split_tiles, split_order = listed(is_cut, run_begin, run_mid, local)
-    num_splits = num_tiles // TILES_OF_A_SPLIT + 1
-    split = torch.empty_like(split_order)
-    split[split_order] = torch.arange(num_tiles, device=split.device)
-    split = torch.where(is_cut & (split < num_splits), split, NO_SPLIT)
-    remote_tiles, remote_order = listed(sees_remote, run_begin, run_end, local + remote)
-    local_tiles, _ = listed(~is_padding & ~sees_remote, run_begin, run_mid, local)
-    return EarlyPlan(
-        remote_tiles,
-        torch.stack([run_mid, split], 1)[remote_order].int(),
-        local_tiles,
-        split_tiles[:num_splits].contiguous(),
-        runs,
-        q_edges,
-        remote_begin,
-        tiles,
+    names = ("tiles", "runs", "parted_runs", "remote_tiles", "remote_splits", "local_tiles")
+    pointers = {name: Pointer(i) for i, name in enumerate((*names, "split_tiles", "order"))}
+    for i, name in enumerate(("run_mid", "split_of", "before")):
+        pointers[name] = Pointer(len(names) + 1, 4 * (2 * num_sorted + i * num_tiles))
+    params = EARLY_TILES.pack(
+        **pointers,
+        num_tiles=num_tiles,
+        num_splits=num_splits,
+        num_sorted=num_sorted,
+        remote_begin=remote_begin,
     )
+    function = load_function(early_tiles_variant(), device_index)
+    shared_bytes = _LISTS_THREADS // 32 * 4
+    return Call(made, (Launch(function, 1, _LISTS_THREADS, params, shared_bytes=shared_bytes),))
 
 
 class EarlyForward:

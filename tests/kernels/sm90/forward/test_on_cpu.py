@@ -22,6 +22,7 @@ from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from tests.kernels.sm90.forward.test_overlap import local_and_remote
 from tests.kernels.support.bits import BIT_CASES, BitCase, random_table
+from tests.kernels.support.early_lists import early_plan_on_cpu
 from tests.kernels.support.max_scores import assert_max_scores_close
 from tests.kernels.support.on_a_cpu import compile_once, launching
 from tests.kernels.support.split_walk import SplitWalk
@@ -182,7 +183,7 @@ def run_early(compiled, monkeypatch):
     def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
         tiles = plan_tiles(problem)
         walk = build_tile_plan(local_and_remote(slices, cut), **tiles._asdict(), exact=False)
-        plan = early.early_plan(walk.q_walk, tiles, cut + 1)
+        plan = early_plan_on_cpu(compiled, walk.q_walk, tiles, cut + 1)
         # As they arrive: side by side, and there are others behind.
         rows, heads, columns = (
             len(inputs.k) - cut,

@@ -10,10 +10,12 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.overlap import EarlyKernel
-from magi_compile.kernels.sm90.forward.overlap import NO_SPLIT, TILES_OF_A_SPLIT, early_plan
+from magi_compile.kernels.sm90.forward.overlap import NO_SPLIT, TILES_OF_A_SPLIT
 from magi_compile.kernels.sm90.kernel import HopperKernel
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
+from tests.kernels.support.early_lists import early_plan_on_cpu
+from tests.kernels.support.on_a_cpu import compile_once
 from tests.plan.walked import seen
 from tests.support.cases import MASKS, HeadShape, one, random_disjoint, varlen
 from tests.support.deterministic import deterministic_algorithms
@@ -49,6 +51,11 @@ def test_the_column_between_local_and_remote_keys_is_none(case):
     assert torch.equal(local_and_remote(case.slices(), cut).to_dense(), expected)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return compile_once(tmp_path_factory)
+
+
 def computed(tiles, runs, edges, seqlen_q, seqlen_k):
     """How often a list computes each pair of row and column, and how often it visits each row."""
     pairs = torch.zeros(seqlen_q, seqlen_k, dtype=torch.int32)
@@ -66,11 +73,11 @@ def computed(tiles, runs, edges, seqlen_q, seqlen_k):
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_lists_make_up_the_plan(case, exact):
+def test_the_lists_make_up_the_plan(case, exact, compiled):
     slices = local_and_remote(case.slices(), case.seqlen_k // 2)
     remote_begin, sizes = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
     plan = build_tile_plan(slices, **SIZES._asdict(), exact=exact)
-    split = early_plan(plan.q_walk, SIZES, remote_begin)
+    split = early_plan_on_cpu(compiled, plan.q_walk, SIZES, remote_begin)
     local, local_visits = computed(split.local_tiles, split.runs, split.edges, *sizes)
     remote, remote_visits = computed(split.remote_tiles, split.runs, split.edges, *sizes)
     splits, split_visits = computed(split.split_tiles, split.runs, split.edges, *sizes)
@@ -102,13 +109,13 @@ def test_the_lists_make_up_the_plan(case, exact):
     assert sorted(found) == list(range(int(is_split.sum())))
 
 
-def test_the_longest_splits_come_first():
+def test_the_longest_splits_come_first(compiled):
     # The later a row, the more local keys it sees; all see the same remote ones.
     slices = AttnSlices.from_lists(
         [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
     )
     plan = build_tile_plan(slices, **SIZES._asdict())
-    split = early_plan(plan.q_walk, SIZES, 641)
+    split = early_plan_on_cpu(compiled, plan.q_walk, SIZES, 641)
     assert split.split_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
 
 

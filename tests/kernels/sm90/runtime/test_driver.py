@@ -114,6 +114,7 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
     walk = build_tile_plan(slices, **plan_tiles(PROBLEM)._asdict())
     plan = early.early_plan(walk.q_walk, plan_tiles(PROBLEM), remote_begin=257)
+    launches.clear()
     steps = early.EarlyForward(q, (k, v), remote, plan, PROBLEM)
     steps.begin()
     with steps.beside():
