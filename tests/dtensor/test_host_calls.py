@@ -1,5 +1,5 @@
-"""What a call of a known kind by a known plan costs the host: the Python functions that it calls. `pytest -s` shows
-them."""
+"""The cost of a call for the host. By a known plan: the Python functions that it calls. By a new one: also PyTorch's
+operators, most of which are launches on a GPU. `pytest -s` shows them."""
 
 import sys
 from dataclasses import replace
@@ -25,24 +25,37 @@ MOST = {
 }
 
 
+# Functions of the first forward and backward of a plan, and operators that a known plan does not take.
+MOST_OF_NEW = {
+    ("emulated", EARLY): ((770, 90), (790, 95)),
+    ("emulated", ONE_CALL): ((770, 90), (790, 95)),
+    ("all_to_all", EARLY): ((640, 20), (660, 40)),
+}
+
+
+def passes_of(group, collective, options, sizes):
+    """The forward and the backward of the plan of documents of such sizes."""
+    plan = plan_rank(documents(sizes, causal=True), group.size(), group.rank(), options)
+    q, k, v = (
+        torch.zeros(plan.dispatch.seqlen_local, n, 64, dtype=torch.bfloat16, requires_grad=True)
+        for n in (4, 2, 2)
+    )
+    tensors, chosen = plan.tensors("cpu"), {"kernel": hopper_on_cpus.KERNEL}
+
+    def forward():
+        return context_parallel_attention(
+            q, k, v, tensors, group, collective=collective, **chosen
+        ).out
+
+    def backward(out):
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+
+    return forward, backward
+
+
 def count(group, collective, options):
     with hopper_on_cpus.idle_hopper():
-        slices = documents([700, 1, 90, 1257], causal=True)
-        plan = plan_rank(slices, group.size(), group.rank(), options)
-        q, k, v = (
-            torch.zeros(plan.dispatch.seqlen_local, n, 64, dtype=torch.bfloat16, requires_grad=True)
-            for n in (4, 2, 2)
-        )
-        tensors, chosen = plan.tensors("cpu"), {"kernel": hopper_on_cpus.KERNEL}
-
-        def forward():
-            return context_parallel_attention(
-                q, k, v, tensors, group, collective=collective, **chosen
-            ).out
-
-        def backward(out):
-            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-
+        forward, backward = passes_of(group, collective, options, [700, 1, 90, 1257])
         for _ in range(2):  # a slot, and the other one
             backward(forward())
         with hopper_on_cpus.Calls() as of_forward:
@@ -50,6 +63,37 @@ def count(group, collective, options):
         with hopper_on_cpus.Calls() as of_backward:
             backward(out)
         return [(len(calls), calls.lines()) for calls in (of_forward, of_backward)]
+
+
+def num_operators(run):
+    """PyTorch's operators that are called by no other one, and the result."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        result = run()
+    of_torch = [x for x in profiled.events() if x.name.startswith("aten::")]
+    return sum(x.cpu_parent not in of_torch for x in of_torch), result
+
+
+def count_new(group, collective, options):
+    found = []
+    with hopper_on_cpus.idle_hopper():
+        backward_of = [
+            passes_of(group, collective, options, [700, n, 90, 1258 - n]) for n in (1, 2, 3)
+        ]
+        for forward, backward in backward_of[:1] * 2:
+            backward(forward())
+        forward, backward = backward_of[1]
+        with hopper_on_cpus.Calls() as of_forward:
+            out = forward()
+        with hopper_on_cpus.Calls() as of_backward:
+            backward(out)
+        forward, backward = backward_of[2]
+        for _ in range(2):
+            in_forward, out = num_operators(forward)
+            in_backward, _ = num_operators(lambda: backward(out))
+            found.append((in_forward, in_backward))
+    new, known = found
+    functions = len(of_forward), len(of_backward)
+    return [*zip(functions, (x - y for x, y in zip(new, known, strict=True)), strict=True)]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name")
@@ -60,3 +104,14 @@ def test_a_known_call(ranks_of, collective, options):
             if not rank:
                 print(f"\n{collective}: {number} functions, {most} at most", *lines, sep="\n")
             assert number <= most
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name")
+@pytest.mark.parametrize(
+    ("collective", "options"), MOST_OF_NEW, ids=lambda x: getattr(x, "early", x)
+)
+def test_the_first_call_of_a_plan(ranks_of, collective, options):
+    for rank, passes in enumerate(ranks_of(2).run(count_new, collective, options)):
+        print(f"\n{collective}, rank {rank}: functions and operators {passes}")
+        for found, most in zip(passes, MOST_OF_NEW[collective, options], strict=True):
+            assert all(x <= y for x, y in zip(found, most, strict=True))
