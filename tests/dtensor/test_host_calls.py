@@ -27,7 +27,7 @@ MOST = {
 
 # Functions of the first forward and backward of a plan, and operators that a known plan does not take.
 MOST_OF_NEW = {
-    ("emulated", EARLY): ((770, 90), (790, 95)),
+    ("emulated", EARLY): ((1000, 90), (950, 60)),
     ("emulated", ONE_CALL): ((770, 90), (790, 95)),
     ("all_to_all", EARLY): ((640, 20), (660, 40)),
 }
