@@ -3,6 +3,7 @@ operators, most of which are launches on a GPU. `pytest -s` shows them."""
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ MOST = {
 
 # Functions of the first forward and backward of a plan, and operators that a known plan does not take.
 MOST_OF_NEW = {
-    ("emulated", EARLY): ((1000, 90), (950, 60)),
+    ("emulated", EARLY): ((1100, 90), (1100, 60)),
     ("emulated", ONE_CALL): ((770, 90), (790, 95)),
     ("all_to_all", EARLY): ((640, 20), (660, 40)),
 }
@@ -89,7 +90,7 @@ def count_new(group, collective, options):
         forward, backward = backward_of[2]
         for _ in range(2):
             in_forward, out = num_operators(forward)
-            in_backward, _ = num_operators(lambda: backward(out))
+            in_backward, _ = num_operators(partial(backward, out))
             found.append((in_forward, in_backward))
     new, known = found
     functions = len(of_forward), len(of_backward)
@@ -111,7 +112,8 @@ def test_a_known_call(ranks_of, collective, options):
     ("collective", "options"), MOST_OF_NEW, ids=lambda x: getattr(x, "early", x)
 )
 def test_the_first_call_of_a_plan(ranks_of, collective, options):
-    for rank, passes in enumerate(ranks_of(2).run(count_new, collective, options)):
-        print(f"\n{collective}, rank {rank}: functions and operators {passes}")
+    for passes in ranks_of(2).run(count_new, collective, options):
+        print(f"\n{collective}: functions and operators {passes}")
         for found, most in zip(passes, MOST_OF_NEW[collective, options], strict=True):
-            assert all(x <= y for x, y in zip(found, most, strict=True))
+            assert found[0] <= most[0]
+            assert found[1] <= most[1]
