@@ -7,7 +7,7 @@ text in that language.
 | Language | Read by |
 |---|---|
 | `mask`: a rule, and its arguments | `masks/program/operators.py`, which makes mask expressions |
-| `cuda` | `kernels/sm90/codegen/operations.py`, with `common/pointwise.cuh` and `scores/functions.cuh` |
+| `cuda` | `kernels/sm90/codegen/operations.py`, with `functions/pointwise.cuh` and `scores/functions.cuh` |
 | `triton` | `kernels/triton/score_expressions.py` |
 """
 

@@ -5,8 +5,8 @@
 #include "backward/config.cuh"
 #include "backward/schedule/queue.cuh"
 #include "backward/walk.cuh"
-#include "common/block_map.cuh"
-#include "common/block_table.cuh"
+#include "visibility/block_map.cuh"
+#include "visibility/block_table.cuh"
 #include "common/pipeline.cuh"
 
 namespace ffa::backward {

@@ -1,10 +1,10 @@
 // A block of keys on its way through the rings of a kernel that walks by queries: what rows see of it.
 #pragma once
 
-#include "common/bits.cuh"
-#include "common/block_table.cuh"
-#include "common/intervals.cuh"
-#include "common/mask.cuh"
+#include "visibility/bits.cuh"
+#include "visibility/block_table.cuh"
+#include "visibility/intervals.cuh"
+#include "visibility/mask.cuh"
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
 

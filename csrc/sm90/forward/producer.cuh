@@ -2,7 +2,7 @@
 // V, and says what is to be seen.
 #pragma once
 
-#include "common/block_map.cuh"
+#include "visibility/block_map.cuh"
 #include "common/key_loader.cuh"
 #include "common/pipeline.cuh"
 #include "forward/config.cuh"

@@ -7,7 +7,7 @@
 //
 // The last thread block to end reports what is wrong, and then empties the slices of the mask.
 #include "common/block.cuh"
-#include "common/block_list.cuh"
+#include "visibility/block_list.cuh"
 
 namespace ffa {
 

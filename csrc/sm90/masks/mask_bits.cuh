@@ -5,8 +5,8 @@
 // `Mask` is made by magi_compile/kernels/sm90/masks/bits_source.py. The last thread block to end reports what is wrong.
 #pragma once
 #include "common/block.cuh"
-#include "common/lanes.cuh"
-#include "common/tables.cuh"
+#include "masks/lanes.cuh"
+#include "functions/tables.cuh"
 #include "common/tile_plan.cuh"
 
 namespace ffa {

@@ -7,7 +7,7 @@
 #pragma once
 #include "common/block.cuh"
 #include "common/search.cuh"
-#include "common/tables.cuh"
+#include "functions/tables.cuh"
 
 namespace ffa {
 

@@ -15,8 +15,8 @@
 //   these -> cells of 64 queries and 64 keys: nothing, some or all of it is seen
 //   cells -> lines
 #include "common/block.cuh"
-#include "common/block_list.cuh"
-#include "common/block_map.cuh"
+#include "visibility/block_list.cuh"
+#include "visibility/block_map.cuh"
 #include "common/tile_plan.cuh"
 
 namespace ffa {

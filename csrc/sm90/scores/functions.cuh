@@ -1,8 +1,8 @@
-// What the source of a score program uses beside the operators of common/pointwise.cuh: functions of floats, numbers of
-// 16 bits, which are floats that have been rounded, and look-ups. Floats are as exact as the compiler's options say.
+// What the source of a score program uses beside the operators of functions/pointwise.cuh: functions of floats, numbers
+// of 16 bits, which are floats that have been rounded, and look-ups. Floats are as exact as the compiler's options say.
 #pragma once
 
-#include "common/pointwise.cuh"
+#include "functions/pointwise.cuh"
 #include "common/ptx.cuh"
 
 namespace ffa {

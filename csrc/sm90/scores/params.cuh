@@ -1,7 +1,7 @@
 // What the parameters of a kernel have beside its own where a score program changes the scores.
 #pragma once
 
-#include "common/tables.cuh"
+#include "functions/tables.cuh"
 #include "scores/places.cuh"
 
 namespace ffa {

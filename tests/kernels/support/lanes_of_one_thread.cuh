@@ -1,4 +1,4 @@
-// What `csrc/sm90/common/lanes.cuh` offers, for one thread of a CPU.
+// What `csrc/sm90/masks/lanes.cuh` offers, for one thread of a CPU.
 #pragma once
 
 namespace ffa {

@@ -124,7 +124,7 @@ class _BitsWriter(Operations):
         head = f"static __device__ bool pair({arguments})"
         self.source.text = "\n".join(
             [
-                '#include "common/pointwise.cuh"',
+                '#include "functions/pointwise.cuh"',
                 "namespace ffa {",
                 "struct Mask {",
                 f"static constexpr int kNumChecks = {len(self.source.checks)};",

@@ -1,4 +1,4 @@
-"""The fields of a `BlockList` of `csrc/sm90/common/block_list.cuh`."""
+"""The fields of a `BlockList` of `csrc/sm90/visibility/block_list.cuh`."""
 
 from __future__ import annotations
 

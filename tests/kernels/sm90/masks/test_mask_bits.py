@@ -206,7 +206,7 @@ extern "C" void run(int mask, const char* params, int block, int num_blocks) {{
 TRAPS = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
 REPLACED = {
     "common/block.cuh": "one_thread.cuh",
-    "common/lanes.cuh": "lanes_of_one_thread.cuh",
+    "masks/lanes.cuh": "lanes_of_one_thread.cuh",
 }
 
 

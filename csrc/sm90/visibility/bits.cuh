@@ -2,7 +2,7 @@
 // which rows of them a run has.
 #pragma once
 
-#include "common/mask.cuh"
+#include "visibility/mask.cuh"
 #include "common/ptx.cuh"
 #include "common/store.cuh"
 #include "common/tile_plan.cuh"

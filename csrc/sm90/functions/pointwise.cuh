@@ -1,6 +1,6 @@
 // PyTorch's operators on numbers, for masks spelled in magi_compile/functions/operators.py. Integers wrap around.
 #pragma once
-#include "common/tables.cuh"
+#include "functions/tables.cuh"
 
 namespace ffa {
 

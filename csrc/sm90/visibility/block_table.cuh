@@ -2,7 +2,7 @@
 // and end anywhere. `magi_compile/plan/block_map.py` says what lies where. No other run is there.
 #pragma once
 
-#include "common/bits.cuh"
+#include "visibility/bits.cuh"
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
 
