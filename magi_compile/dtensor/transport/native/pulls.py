@@ -114,7 +114,7 @@ class Pulls:
         of_rows = of_ranges[:5, torch.searchsorted(of_ranges[5], row, right=True)]
         order = torch.argsort(torch.addcmul(of_rows[3], of_rows[4], row))
         of_rows[1:3] += row
-        return of_rows[:3, order].int()
+        return of_rows[:3, order].int().contiguous()
 
 
 @cache
