@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from magi_compile.functions.names import is_numpy_scalar
+from magi_compile.functions.names import SIGNS, is_numpy_scalar
 from magi_compile.functions.operators import OPERATORS
 from magi_compile.masks.arguments import MAX_SEQLEN
 from magi_compile.masks.expr.expr import (
@@ -225,8 +225,7 @@ def _bitwise(op: str) -> Callable[..., Expr]:
             if bits < 0 and not -bits & (-bits - 1):
                 low = build("floordiv", a, const(-bits))
                 return _checked(build("mul", low, const(-bits)), typing)
-        sign = {"and": "&", "or": "|", "xor": "^"}[op]
-        raise ExprError(f"`{sign}` of the bits of `{a}` and `{b}`")
+        raise ExprError(f"`{SIGNS[op]}` of the bits of `{a}` and `{b}`")
 
     return apply
 
