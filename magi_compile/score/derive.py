@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.functions.names import is_in_place, name_of
+from magi_compile.functions.names import first_line, is_in_place, name_of
 from magi_compile.functions.text import SourceError, function_text, in_ops
 from magi_compile.score.evaluate import on_grid
 from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
@@ -68,8 +68,7 @@ def _traced(function: Callable[..., Any], arguments: list[Any], mode: Any) -> Gr
     except UnsupportedScoreModError:
         raise
     except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else repr(error)
-        refuse(f"it cannot be followed: {text}")
+        refuse(f"it cannot be followed: {first_line(error)}")
 
 
 def _clean(gm: GraphModule) -> None:
@@ -228,5 +227,4 @@ def _try_out(code: str, examples: dict[str, Any], mode: Any) -> None:
             with mode, torch.no_grad(), _compat.vmap_in_ops():
                 on_grid(function, values)
         except Exception as error:
-            text = str(error).splitlines()[0] if str(error) else repr(error)
-            refuse(f"`{name}` cannot be evaluated for many pairs: {text}")
+            refuse(f"`{name}` cannot be evaluated for many pairs: {first_line(error)}")

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.functions.names import INDICES, is_in_place, is_random, name_of
+from magi_compile.functions.names import (
+    INDICES,
+    first_line,
+    is_in_place,
+    is_random,
+    name_of,
+    result_of,
+)
 from magi_compile.functions.record import UnreadableError, record
 from magi_compile.functions.text import needed_for, run, title_of
 from magi_compile.score.derive import derive, refuse
@@ -126,11 +133,7 @@ class _Reader:
             raise ValueError(
                 f"`captures` must have {len(captured)} entries, one for each captured value, got {len(captures)}"
             )
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        result: Any = output.args[0]
-        if isinstance(result, (tuple, list)) and len(result) == 1:
-            (result,) = result
-        self.result = result
+        self.result = result_of(graph)
         self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         self.captured = dict(zip(captured, captures, strict=True))
         tensors = [node for node in captured if isinstance(self.captured[node], Tensor)]
@@ -203,8 +206,7 @@ class _Reader:
                 with mode:
                     examples[node] = run(node, args, kwargs)
             except Exception as error:
-                text = str(error).splitlines()[0] if str(error) else repr(error)
-                refuse(f"`{name_of(node.target)}` cannot be followed: {text}")
+                refuse(f"`{name_of(node.target)}` cannot be followed: {first_line(error)}")
         return examples
 
     def _split(self, nodes: list[Node], examples: dict[Node, Any]) -> tuple[list[Node], list[Node]]:

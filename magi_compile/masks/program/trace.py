@@ -18,7 +18,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.functions.functional import functional
-from magi_compile.functions.names import INDICES, is_in_place, is_numpy_scalar, is_random, name_of
+from magi_compile.functions.names import (
+    INDICES,
+    first_line,
+    is_in_place,
+    is_numpy_scalar,
+    is_random,
+    name_of,
+    result_of,
+)
 from magi_compile.functions.operators import OPERATORS, Kind
 from magi_compile.functions.text import (
     SourceError,
@@ -54,27 +62,6 @@ from magi_compile.masks.program.program import MaskProgram
 _CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
 _OF_ROW, _OF_KEY = frozenset(("b", "h", "q")), frozenset(("b", "h", "kv"))
 _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
-
-
-def trace_graph(
-    graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
-) -> MaskProgram:
-    """`read_graph`, of a mask of all heads that intervals can express.
-
-    Args:
-        graph: as in `read_graph`, like what follows.
-        captures: see `graph`.
-        names: see `graph`.
-
-    Returns:
-        The program, which has key intervals that all heads share.
-
-    Raises:
-        UnsupportedMaskError: with all reasons why the mask has no program, or no such intervals.
-    """
-    program = read_graph(graph, captures, names)
-    program.require_one_mask()
-    return program
 
 
 def read_graph(
@@ -184,7 +171,7 @@ class Tracer:
         self.columns: dict[Node, int] = {}
         self.numbers: dict[str, int] = {}  # of columns, by what computes them
         self.titles: dict[int, str] = {}
-        self.has_failed = False
+        self.has_failed = False  # something that was tried with these captured values
         self.values: dict[Node, _Value] = {}
         self.begin([copies[node] for node in placeholders], captures)
 
@@ -239,10 +226,7 @@ class Tracer:
         """The graph of ATen's operators, which write to nothing, that computes the same for all values of captured ints
         and for all symbolic sizes; None where there is none."""
         graph, captures = self.original
-        output = next(node for node in graph.nodes if node.op == "output")
-        result = output.args[0]
-        if isinstance(result, (tuple, list)) and len(result) == 1:
-            (result,) = result
+        result = result_of(graph)
         return functional(graph, result, captures) if isinstance(result, Node) else None
 
     def is_mask(self, value: _Value) -> bool:
@@ -301,7 +285,7 @@ class Tracer:
                 if self.mode is None and isinstance(example, Tensor) and not example.is_meta:
                     example = torch.empty_like(example, device="meta")  # made inside the mask_mod
         except Exception as error:
-            reason = f"`{name}` cannot be followed: {str(error).splitlines()[0] if str(error) else error!r}"
+            reason = f"`{name}` cannot be followed: {first_line(error)}"
             return self.refused(node, None, variables, reason, arguments)
         if isinstance(example, (bool, int)) and self.is_constant(arguments):
             return _Value(node, example, variables, const(example))
