@@ -26,7 +26,7 @@ from magi_compile.lowering.across_ranks import emit_across_ranks, plan_of
 from magi_compile.lowering.analysis import Analysis, analyze, decision_on
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
-from magi_compile.lowering.masks import Mask, emit_mask, heads_of
+from magi_compile.lowering.masks import Mask, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.ops.arguments import AttentionOptions, short
@@ -192,7 +192,7 @@ def _emit_plan_of_lists(emit: Emitter, found: Analysis, mask: Mask) -> Node:
         torch.ops.magi.plan_lists.default,
         list(call.block_lists),
         [lists.block_rows, lists.block_keys] if call.block_lists else [],
-        *(emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))),
+        *call.emit_lengths(emit),
         *(problem.dtype, heads, problem.softcap, found.kernel.name),
         *short((problem.has_score, mask.intervals, list(mask.table) or None), 0),
     )
@@ -309,8 +309,7 @@ def _lower_graph(
         elif call.needs_cpu_gradients:
             raise LoweringRefusedError(
                 f"cannot be {decision}\nand FlexAttention has no gradients on a CPU, so nothing can "
-                "run it; compute them on a GPU, or "
-                "change what is refused"
+                "run it; compute them on a GPU, or change what is refused"
             )
         table = () if mask is None else mask.table
         listed = call.block_lists if mask is not None and not (mask.ranges or table) else ()
@@ -326,12 +325,11 @@ def _replace(
     call: FlexCall, found: Analysis, masks: dict[Any, Mask], options: LoweringOptions
 ) -> tuple[Node, Mask]:
     emit = Emitter(call.node.graph, call.node)
-    sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
     route = found.route
     # A table is of all heads of its call, which those of another call may be more than.
-    way = (heads_of(call) if route.has_table else route.heads, route.lists is not None)
+    way = (call.heads if route.has_table else route.heads, route.lists is not None)
     lists = (call.block_lists, tuple(call.block_size))
-    key = (route.program.text, way, call.mask_buffers, lists, str(sizes))
+    key = (route.program.text, way, call.mask_buffers, lists, str(call.lengths))
     if key not in masks:
         masks[key] = emit_mask(emit, route, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])
