@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from magi_compile._checks import MaskCheck
+from magi_compile._checks import MaskCheck, first_of
 from magi_compile.functions.names import name_of
 
 _OF_COLUMN = "what the mask_mod computes of rows or of keys must"
@@ -91,9 +91,8 @@ def checks(known: Sequence[Index | Divisor], found: Sequence[Tensor]) -> list[Ma
     """The checks of a guarded function that computes a column or a number."""
     checks = []
     for what, where, value in paired(known, found):
-        where, value = where.flatten(), value.flatten()
-        first = where.to(torch.uint8).argmax()
-        checks.append(MaskCheck(~where.any(), *what.words_of_column, (value[first],)))
+        first = value.flatten()[first_of(where)]
+        checks.append(MaskCheck(~where.any(), *what.words_of_column, (first,)))
     return checks
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck, MaskDataError, require
+from magi_compile._checks import MaskCheck, MaskDataError, first_of, require
 from magi_compile.functions.guards import Broken
 from magi_compile.functions.text import on_grids
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
@@ -278,7 +278,7 @@ class _First(NamedTuple):
     ) -> _First:
         """This one, or else the first of `broken [n, BLOCK, BLOCK]`, with what `of_pair` says of its grid,
         row and key."""
-        first = broken.flatten().to(torch.uint8).argmax()
+        first = first_of(broken)
         found = of_pair(first // BLOCK**2, first // BLOCK % BLOCK, first % BLOCK)
         values = (torch.where(self.is_there, x, y) for x, y in zip(self.values, found, strict=True))
         return _First(self.is_there | broken.any(), tuple(values))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck, of_intervals
+from magi_compile._checks import MaskCheck, first_of, of_intervals
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 
 # What is checked, and what is found where it is not so: a kv block, a q block and a batch entry.
@@ -59,8 +59,7 @@ class BlockLists(NamedTuple):
         for name, (num_blocks, _) in zip(("kv", "full_kv"), self.kinds, strict=False):
             if num_blocks.shape[-1] < num_q:
                 raise ValueError(
-                    f"`block_mask.{name}_num_blocks` must cover {num_q} q blocks, "
-                    f"got {num_blocks.shape[-1]}"
+                    f"`block_mask.{name}_num_blocks` must cover {num_q} q blocks, got {num_blocks.shape[-1]}"
                 )
 
     def check_heads(self, heads: int) -> None:
@@ -92,21 +91,15 @@ class BlockLists(NamedTuple):
         for name, (num_blocks, indices) in zip(("kv", "full_kv"), self.kinds, strict=False):
             num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :]
             most = indices.shape[-1]
-            is_wrong = ((num_blocks < 0) | (num_blocks > most)).flatten()
-            first = is_wrong.to(torch.uint8).argmax() if is_wrong.numel() else is_wrong.sum()
-            wrong = num_blocks.flatten().take(first) if is_wrong.numel() else first
+            is_wrong = (num_blocks < 0) | (num_blocks > most)
+            wrong = _at_first(is_wrong, num_blocks)
             words = f"`block_mask.{name}_num_blocks` must be from 0 to {most}, the columns of its indices"
             checks.append(MaskCheck(~is_wrong.any(), words, "it holds {}", (wrong,)))
             number = torch.arange(most, device=indices.device)
             is_bad = (number < num_blocks[..., None]) & ((indices < 0) | (indices >= num_k))
-            flat = is_bad.flatten()
-            found = (
-                indices.expand_as(is_bad).flatten().take(flat.to(torch.uint8).argmax())
-                if flat.numel()
-                else flat.sum()
-            )
+            found = _at_first(is_bad, indices)
             message = f"`block_mask.{name}_indices` must be in [0, {num_k})"
-            checks.append(MaskCheck(~flat.any(), message, "it holds {}", (found,)))
+            checks.append(MaskCheck(~is_bad.any(), message, "it holds {}", (found,)))
         return checks
 
     def checks(self, intervals: RowIntervals, rows: int, keys: int) -> list[MaskCheck]:
@@ -165,6 +158,14 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
     return is_seen.unflatten(0, (-1, heads)), is_full.unflatten(0, (-1, heads))
 
 
+def counts_and_order(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of `flags [..., n]` are set, int32 `[...]`; and int32 `[..., n]`, the numbers of these in increasing
+    order, and behind them those of all others."""
+    flags = flags.to(torch.int8).contiguous()
+    order = flags.argsort(dim=-1, descending=True, stable=True)
+    return flags.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
 def heads_that_differ(partial: Tensor, full: Tensor) -> Tensor:
     """The heads that list other blocks than the first one, bool `[batch, nheads]`, of both grids of `BlockLists`."""
     is_listed = partial | full
@@ -188,10 +189,15 @@ def _grid(kind: tuple[Tensor, Tensor], num_q: int, num_k: int) -> Tensor:
     return grid.scatter(-1, torch.where(is_listed, indices, num_k), True)[..., :num_k]
 
 
+def _at_first(flags: Tensor, values: Tensor) -> Tensor:
+    """The first of `values` whose flag is set."""
+    first = first_of(flags)
+    return values.expand_as(flags).flatten().take(first) if flags.numel() else first
+
+
 def _check(broken: Tensor, words: tuple[str, str]) -> MaskCheck:
     """A check that `broken [batch, q blocks, kv blocks]` is False everywhere."""
-    flat = broken.flatten()
-    first = flat.to(torch.uint8).argmax() if flat.numel() else flat.sum()
+    first = first_of(broken)
     _, num_q, num_k = broken.shape
     place = (first % num_k, first // num_k % num_q, first // (num_k * num_q))
-    return MaskCheck(~flat.any(), *words, place)
+    return MaskCheck(~broken.any(), *words, place)

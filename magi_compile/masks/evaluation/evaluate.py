@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck
+from magi_compile._checks import MaskCheck, first_of
 from magi_compile.functions.text import column, names_of_captures
 from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.key_index import (
@@ -185,8 +185,7 @@ class Evaluation(Visitor[Value, Tensor]):
         """Adds a check: `broken` `[1 or entries, rows or keys]` must be False everywhere."""
         if not broken.numel():
             return
-        flat = broken.flatten()
-        first = flat.to(torch.uint8).argmax()
+        first = first_of(broken)
         row, entry = first % broken.shape[1], first // broken.shape[1]
         place: tuple[Tensor, ...] = (row, entry)
         if self.program.by_keys:
@@ -195,7 +194,7 @@ class Evaluation(Visitor[Value, Tensor]):
             heads = self.sizes.heads.q
             words, place = messages.of_a_head(words), (row, entry // heads, entry % heads)
         sought = () if values is None else (values.expand_as(broken).take(first),)
-        check = MaskCheck(~flat.any(), *words, (*sought, *place), of_conversion)
+        check = MaskCheck(~broken.any(), *words, (*sought, *place), of_conversion)
         self.checks.append(check)
 
     # Values

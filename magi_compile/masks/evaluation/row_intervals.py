@@ -133,11 +133,7 @@ def exact_intervals(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    *,
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    heads: Heads,
+    sizes: MaskSizes,
     device: torch.device,
 ) -> RowIntervals | None:
     """The row intervals of a mask and its data, or those of keys; None where there are none: the mask has no intervals,
@@ -161,7 +157,8 @@ def exact_intervals(
     """
     if program.refusals:
         return None
-    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads if program.differs_by_head else ONE_MASK)
+    if not program.differs_by_head:
+        sizes = sizes._replace(heads=ONE_MASK)
     found = (_exact(way, tables, symbols, sizes, device) for way in program.ways)
     return next((intervals for intervals in found if intervals is not None), None)
 
