@@ -155,8 +155,7 @@ def _needs_value(name: str) -> Callable[..., Any]:
     def needs_value(self: _Symbol, *args: Any, **kwargs: Any) -> Any:
         raise UnreadableError(
             f"`{name}` of `{title_of(self.node, {})}` needs its value: a {self.recorder.what} cannot "
-            "branch on its arguments, "
-            f"use & | ~ and torch.where"
+            f"branch on its arguments, use & | ~ and torch.where"
         )
 
     return needs_value

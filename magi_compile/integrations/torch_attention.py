@@ -343,8 +343,7 @@ def _varlen_backward_with_lse(
     if isinstance(call, str):
         raise NotImplementedError(
             "the log-sum-exp of varlen_attn has gradients only where 'MAGI' runs the call, which "
-            "PyTorch's own flash attention "
-            f"did here: {call}"
+            f"PyTorch's own flash attention did here: {call}"
         )
     return tuple(map(_like, (q, k, v), call.backward(dout, dlse, out, lse)))
 

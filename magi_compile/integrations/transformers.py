@@ -512,9 +512,8 @@ def masks_of_layers(config: Any, positions: Tensor) -> dict[str | None, BlockMas
         The masks in alphabetical order; one of name None for a model that takes one. Raises NotImplementedError where
         layers are no attention, or one that this package does not have.
     """
-    tokens = torch.empty(
-        1, positions.shape[1], 1, dtype=torch.float32, device=positions.device
-    )  # for its shape
+    shape = 1, positions.shape[1], 1  # all that is asked for
+    tokens = torch.empty(shape, dtype=torch.float32, device=positions.device)
     found = create_masks_for_generate(config, tokens, None, None, position_ids=positions)
     masks = dict(sorted(found.items())) if isinstance(found, dict) else {None: found}
     if others := [name for name in masks if name is not None and name not in KINDS_OF_LAYERS]:

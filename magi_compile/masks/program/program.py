@@ -28,9 +28,8 @@ from magi_compile.masks.solver.solve import solve
 _UNSAFE_IN_NAME = re.compile(r"[#`;\s]+|,\s*(?=t\d+: )")
 _END_OF_LINE = ";; "
 _TABLE = re.compile(r"t\d+")
-_BY_CODE = (
-    "mask"  # in place of an expression, where there is none: the function of this name says all
-)
+# In place of an expression, where there is none: the function of this name says all.
+_BY_CODE = "mask"
 _BY_KEYS = "of each key: "  # in front of an expression that is solved for q
 
 
