@@ -66,15 +66,9 @@ def is_needed(device: torch.device) -> bool:
 def guarded(
     mask_mod: Callable[..., Any], names: Mapping[int, str]
 ) -> tuple[Callable[..., tuple[Any, list[Tensor]]], list[Index | Divisor]]:
-    """A mask_mod that also returns, for each of the list that it fills, where that is broken and the value found there.
-
-    Args:
-        mask_mod: the function; torch.vmap may call the result.
-        names: what captured tensors are called, by their ids.
-
-    Returns:
-        The function, and the list, which is empty until the function is called.
-    """
+    """A mask_mod that also returns, for each of the list that it fills, where that is broken and the value found there;
+    and that list, which is empty until the function is called, as torch.vmap may do. `names` are what captured tensors
+    are called, by their ids."""
     known: list[Index | Divisor] = []
 
     def of_point(*index: Any) -> tuple[Any, list[Tensor]]:

@@ -38,12 +38,12 @@ def name_of(target: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The first line of the text of an error, or its repr where it has no text."""
     return str(error).splitlines()[0] if str(error) else repr(error)
 
 
 def result_of(graph: Graph) -> Any:
-    """What a graph returns; of one thing alone, that."""
+    """The nodes that a graph returns, or the only one of them."""
     result: Any = graph.output_node().args[0]
     is_one = isinstance(result, (tuple, list)) and len(result) == 1
     return result[0] if is_one else result

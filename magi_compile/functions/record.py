@@ -44,19 +44,10 @@ class Recording(NamedTuple):
 def record(
     function: Callable[..., Any], arguments: Mapping[str, Tensor], device: torch.device, what: str
 ) -> Recording:
-    """Calls `function` once, with symbols that stand for tensors on `device`.
+    """Calls `function` once, with symbols that stand for tensors on `device`: the graph of the call.
 
-    Args:
-        function: of these arguments.
-        arguments: their names, and tensors without values that are like them.
-        device: what symbols say where they are.
-        what: what the user calls the function, "mask_mod".
-
-    Returns:
-        The graph of the call.
-
-    Raises:
-        UnreadableError: it asks for the value of what it is called with.
+    `arguments` are its arguments by name, tensors without values, and `what` is the user's word for the function,
+    "mask_mod". Raises UnreadableError where it asks for the value of what it is called with.
     """
     recorder = _Recorder(device, what)
     symbols = [recorder.argument(name, example) for name, example in arguments.items()]

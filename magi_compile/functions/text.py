@@ -207,19 +207,8 @@ def on_grids(
     kv: Tensor,
     names: Mapping[int, str] | None = None,
 ) -> Shown:
-    """Evaluates a mask_mod on grids of queries and keys.
-
-    Args:
-        mask_mod: of b, h, q and kv.
-        b: the batch entry of each grid, `[n]`.
-        h: its head, `[n]`.
-        q: its queries, `[n, rows]`.
-        kv: its keys, `[n, keys]`.
-        names: the names of captured tensors, by their ids.
-
-    Returns:
-        The results, and the invalid points.
-    """
+    """Evaluates a mask_mod on grids of queries and keys: of the batch entry `b` and the head `h` of each, `[n]`, its
+    queries `q [n, rows]` and its keys `kv [n, keys]`. `names` are those of captured tensors, by their ids."""
     known = None
     mask_mod = _of_truth_values(mask_mod)
     if guards.is_needed(b.device):

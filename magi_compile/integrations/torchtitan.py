@@ -107,20 +107,11 @@ def make_mask(
     device: torch.device,
     config: MagiAttention.Config,
 ) -> MaskSlices:
-    """The slices of a mask_mod. On a GPU nothing waits; data that breaks the mask raises `MaskDataError` later.
+    """The slices of a mask_mod, of a fixed capacity. On a GPU nothing waits; data that breaks the mask raises
+    `MaskDataError` later.
 
-    Args:
-        mask_mod: a function of b, h, q and kv.
-        batch: number of batch entries.
-        seqlen: tokens of an entry.
-        device: of the slices.
-        config: the attention that asks; its `slice_capacity` bounds the slices.
-
-    Returns:
-        Slices of a fixed capacity.
-
-    Raises:
-        UnsupportedMaskError: slices cannot express the mask.
+    There are `batch` entries of `seqlen` tokens. The `slice_capacity` of `config`, the attention that asks, bounds the
+    slices. Raises UnsupportedMaskError where slices cannot express the mask.
     """
     program, tables, _ = trace_mask_mod(mask_mod, device)
     capacity = config.slice_capacity

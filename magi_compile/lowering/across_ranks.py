@@ -94,19 +94,11 @@ def plan_of(call: FlexCall) -> OverRanks | None:
 def emit_across_ranks(
     emit: Emitter, call: FlexCall, plan: OverRanks
 ) -> tuple[Decision, list[Node]]:
-    """Emits the attention across ranks.
+    """Emits the attention across ranks of a call over this rank's tokens, whose mask names `plan`.
 
-    Args:
-        emit: adds nodes to the graph.
-        call: FlexAttention over this rank's tokens.
-        plan: what its mask names.
-
-    Returns:
-        What was decided, and the nodes of out, of the log-sum-exp and, if the call asks for them, of the largest
-        scores, in the units of the call.
-
-    Raises:
-        LoweringRefusedError: the score_mod cannot be read; nothing else runs it.
+    Returns what was decided, and the nodes of out, of the log-sum-exp and, if the call asks for them, of the largest
+    scores, in the units of the call. Raises LoweringRefusedError where the score_mod cannot be read; nothing else runs
+    it.
     """
     scores = Scores.of(call)
     decision = _decision_on(call, scores)

@@ -37,15 +37,8 @@ from magi_compile.ops.layout import by_entries, inverse, memory_order
 def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -> tuple[Node, ...]:
     """Emits the attention itself.
 
-    Args:
-        emit: adds nodes to the graph.
-        call: what FlexAttention was asked for.
-        found: the kernel and what it computes.
-        mask: the nodes of its slices and plan.
-
-    Returns:
-        The node that runs it, its out `[B, Hq, Sq, Dv]`, its lse `[B, Hq, Sq]` and, if the call asks for them, its
-        largest scores `[B, Hq, Sq]`, in the units of the call.
+    Returns the node that runs it, its out `[B, Hq, Sq, Dv]`, its lse `[B, Hq, Sq]` and, if the call asks for them, its
+    largest scores `[B, Hq, Sq]`, in the units of the call.
     """
     problem = found.problem
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
@@ -262,19 +255,11 @@ def lower_flex_attention(
     options: LoweringOptions = DEFAULTS,
     report: LoweringReport = REPORT,
 ) -> list[LoweredCall]:
-    """Replaces the FlexAttention calls of `root` and of the graphs inside it (checkpointed regions), in place.
+    """Replaces the FlexAttention calls of `root`, a graph as Dynamo hands it to a backend, and of the graphs inside it
+    (checkpointed regions), in place. Decisions are written to `report`.
 
-    Args:
-        root: a graph as Dynamo hands it to a backend.
-        options: see `LoweringOptions`.
-        report: where the decisions are written.
-
-    Returns:
-        What became of every FlexAttention call, but of those across ranks.
-
-    Raises:
-        LoweringRefusedError: a call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU,
-            where FlexAttention has none.
+    Returns what became of every FlexAttention call, but of those across ranks. Raises LoweringRefusedError where a
+    call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU, where FlexAttention has none.
     """
     # Without gradients: hooks for saved tensors, as those of a checkpoint that is around the compilation, must not see
     # the fake tensors of the rewrite.

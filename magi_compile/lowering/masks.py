@@ -136,18 +136,8 @@ class MaskOfCall:
         seqlen_k: Any,
         apply: Callable[..., Any] = apply_now,
     ) -> Any:
-        """Room for the slices of intervals.
-
-        Args:
-            options: what the user asks for.
-            batch: number of batch entries, an int or what `apply` takes for one.
-            seqlen_q: number of queries of an entry, likewise.
-            seqlen_k: number of keys of an entry, likewise.
-            apply: computes `function(*args)`: at once, or by a node of a graph.
-
-        Returns:
-            The number of slices, for all entries and heads.
-        """
+        """Room for the slices of intervals, for all entries and heads. The sizes are ints, or what `apply` takes for
+        one, which computes `function(*args)`: at once, or by a node of a graph."""
         if options.slice_capacity is not None:
             capacity: Any = options.slice_capacity
         else:
@@ -166,17 +156,8 @@ def _known(size: Any) -> int | None:
 
 
 def period_reasons(mask: MaskOfCall) -> list[str]:
-    """Reasons against intervals for a mask that repeats along the keys, where there is an alternative.
-
-    Args:
-        mask: the mask.
-
-    Returns:
-        The reasons; none where intervals are the way to go.
-
-    Raises:
-        UnsupportedMaskError: a row sees more intervals than are representable.
-    """
+    """Reasons against intervals for a mask that repeats along the keys, where there is an alternative. Raises
+    UnsupportedMaskError where a row sees more intervals than are representable."""
     seqlen_k = mask.lengths[2]
     count, period = mask.max_intervals, mask.program.least_period(seqlen_k, mask.symbols)
     if period is None or not repeats_too_often(period, seqlen_k or MAX_SEQLEN):
@@ -188,14 +169,8 @@ def period_reasons(mask: MaskOfCall) -> list[str]:
 
 
 def refuse_without_data(mask: MaskOfCall) -> None:
-    """Checks now the order of computed tables that depend on no tensor: it is the same in every run.
-
-    Args:
-        mask: the mask.
-
-    Raises:
-        UnsupportedMaskError: the order of these tables is not what intervals need.
-    """
+    """Checks now the order of computed tables that depend on no tensor: it is the same in every run. Raises
+    UnsupportedMaskError where it is not what intervals need."""
     if mask.program.reads_tensors or not mask.program.columns:
         return
     if mask.intervals is None:
@@ -473,7 +448,7 @@ def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask
     sizes, device = call.emit_lengths(emit), value_of(call.q).device
 
     def derived(op: Any, room: Any, lists: Sequence[Any], *rest: Any) -> Node:
-        """What an op makes of the mask program."""
+        """The node of an op that evaluates the mask program."""
         program = call.mask_tables, call.mask_symbols, route.program.text
         return emit.call(op.default, *program, *sizes, room, device, *lists, options.verify, *rest)
 

@@ -157,18 +157,7 @@ def _evaluating(reasons: Sequence[str]) -> Iterator[None]:
 def one_block_mask(
     mask_mod: MaskMod, batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
 ) -> BlockMask:
-    """A BlockMask of one block, which its mask_mod says everything about.
-
-    Args:
-        mask_mod: what may attend to what.
-        batch: number of batch entries.
-        seqlen_q: rows of a batch entry.
-        seqlen_k: keys of a batch entry.
-        device: of the block lists.
-
-    Returns:
-        The BlockMask, for all heads.
-    """
+    """A BlockMask of one block, for all heads, which its mask_mod says everything about; its lists are on `device`."""
     from torch.nn.attention.flex_attention import BlockMask
 
     one = torch.ones(batch, 1, 1, dtype=torch.int32, device=device)
@@ -264,20 +253,10 @@ class Converted(NamedTuple):
 
 
 def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
-    """The slices of any BlockMask, with bit blocks where intervals cannot express it.
+    """The slices of any BlockMask, for `batch` entries and `heads`, with bit blocks where intervals cannot express it.
 
     Waits for the device if the mask is on a GPU. Beside a mask_mod that shows everything the block lists decide.
-
-    Args:
-        block_mask: made in any way.
-        batch: number of batch entries.
-        heads: how many q and keys have, for masks that differ between heads.
-
-    Returns:
-        The slices, and what the mask_mod looks at.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
+    Raises MaskDataError where the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
     """
     traced, reasons = _read(block_mask.mask_mod, block_mask.kv_num_blocks.device)
     return _converted(block_mask, batch, heads, traced, reasons)
@@ -285,19 +264,7 @@ def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> C
 
 def convert_whole_block_mask(block_mask: BlockMask) -> Converted:
     """`convert_any_block_mask` of the batch entries and heads that a BlockMask is made for, and no more entries than
-    have masks of their own.
-
-    Each of these heads reads keys of its own.
-
-    Args:
-        block_mask: made in any way.
-
-    Returns:
-        The slices, of which entries and heads they are, and of what the mask depends.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
-    """
+    have masks of their own. Each of these heads reads keys of its own. The result says of what the mask depends."""
     *_, batch, nheads = (1, 1, *block_mask.kv_indices.shape[:-2])
     traced, reasons = _read(block_mask.mask_mod, block_mask.kv_num_blocks.device)
     is_of_entry = _depends_on("b", traced)
@@ -315,18 +282,12 @@ def _lists_differ_by_entry(block_mask: BlockMask) -> bool:
 
 
 def beside_lists(block_mask: BlockMask, sizes: tuple[int, int, int]) -> RowIntervals | None:
-    """The key intervals beside block lists of which both hide something, or none if the lists say all. Waits for a GPU.
+    """The key intervals beside block lists of which both hide something, or none if the lists say all. Waits for a
+    GPU.
 
-    Args:
-        block_mask: made in any way.
-        sizes: batch entries, and queries and keys of one.
-
-    Returns:
-        The intervals of a mask that is the same for all heads, of which there may be none; None where the lists hide
-        nothing of what the mask_mod shows, or this has no intervals.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it, or it hides keys in a full block.
+    They are those of a mask that is the same for all heads; None where the lists hide nothing of what the mask_mod
+    shows, or this has no intervals. `sizes` are batch entries, and queries and keys of one. Raises MaskDataError where
+    the mask_mod's captured tensors mean nothing to it, or it hides keys in a full block.
     """
     device = block_mask.kv_num_blocks.device
     traced, _ = _read(block_mask.mask_mod, device)
@@ -358,17 +319,9 @@ def table_beside_lists(
 ) -> TableBeside | None:
     """The block table of a BlockMask whose mask_mod looks up blocks of queries and keys. Waits for a GPU.
 
-    Args:
-        block_mask: made in any way.
-        sizes: batch entries, and queries and keys of one.
-        heads: of q and of keys.
-
-    Returns:
-        The table and the intervals of all heads; None of other masks, and where data are not in the order that
-        intervals need.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it.
+    It has the intervals of all heads beside it; None of other masks, and where data are not in the order that
+    intervals need. `sizes` are batch entries, and queries and keys of one. Raises MaskDataError where the mask_mod's
+    captured tensors mean nothing to it.
     """
     device = block_mask.kv_num_blocks.device
     traced, _ = _read(block_mask.mask_mod, device)
@@ -444,20 +397,10 @@ def convert_mask_mod(
     """The slices of a mask_mod of the first batch entry and head, without a BlockMask, with bit blocks where intervals
     cannot express it.
 
-    Nothing waits for a GPU where the mask_mod captures no tensor on one, and makes none there.
-
-    Args:
-        mask_mod: what may attend to what.
-        seqlen_q: rows.
-        seqlen_k: keys.
-        device: of b, h, q and kv, as the mask_mod sees them.
-
-    Returns:
-        The slices, where the captured tensors are; on the CPU where the mask_mod only compares b, h, q and kv.
-
-    Raises:
-        UnsupportedMaskError: the mask_mod can be neither read nor evaluated.
-        MaskDataError: captured tensors are not as the mask_mod needs them.
+    They are where the captured tensors are, or on the CPU where the mask_mod only compares b, h, q and kv, which it
+    sees on `device`. Nothing waits for a GPU where the mask_mod captures no tensor on one, and makes none there.
+    Raises UnsupportedMaskError where the mask_mod can be neither read nor evaluated, and MaskDataError where captured
+    tensors are not as it needs them.
     """
     traced, reasons = _read(mask_mod, device)
     place = device if traced is None else _place_of(traced, device)

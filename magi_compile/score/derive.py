@@ -25,20 +25,9 @@ def refuse(reason: str) -> NoReturn:
 
 
 def derive(body: GraphModule, given: list[Tensor], num_symbols: int, mode: Any) -> str:
-    """The functions of a program.
-
-    Args:
-        body: of the arguments, the tensors that it looks values up in, and ints.
-        given: an example of each argument and each tensor, of `mode`.
-        num_symbols: how many ints it takes.
-        mode: a `symbolic_fake_mode`.
-
-    Returns:
-        The code of a `ScoreProgram`.
-
-    Raises:
-        UnsupportedScoreModError: it is no pointwise function.
-    """
+    """The code of a `ScoreProgram`: of `body`, a function of the arguments, the tensors that it looks values up in,
+    and `num_symbols` ints. `given` is an example of each argument and each tensor, of `mode`, a `symbolic_fake_mode`.
+    Raises UnsupportedScoreModError where it is no pointwise function."""
     symbols = [_compat.symbolic_int(mode, f"s{i}") for i in range(num_symbols)]
     whole = _traced(body, [*given, *symbols], mode)
     _clean(whole)
@@ -88,11 +77,8 @@ def _clean(gm: GraphModule) -> None:
 
 
 def _take_look_ups(whole: GraphModule) -> tuple[list[str], dict[str, Tensor]]:
-    """Replaces what the graph looks up in its tensors by inputs.
-
-    Returns:
-        The functions of their indices, and an example of each, by name.
-    """
+    """Replaces what the graph looks up in its tensors by inputs. Returns the functions of their indices, and an
+    example of each, by name."""
     graph = whole.graph
     texts: list[str] = []
     examples: dict[str, Tensor] = {}

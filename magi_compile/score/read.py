@@ -72,17 +72,8 @@ class TracedScore(NamedTuple):
 
 
 def trace_score_program(score_mod: Callable[..., Any], device: torch.device) -> TracedScore:
-    """Calls `score_mod(score, b, h, q_idx, kv_idx)` once, with symbols that stand for tensors.
-
-    Args:
-        score_mod: what FlexAttention takes.
-        device: of the tensors of the attention.
-
-    Returns:
-        The program and its tensors.
-
-    Raises:
-        UnsupportedScoreModError: it is no pointwise function; the message says what it does.
+    """Calls `score_mod(score, b, h, q_idx, kv_idx)` once, with symbols that stand for tensors on `device`: the program
+    and its tensors. Raises UnsupportedScoreModError where it is no pointwise function; the message says what it does.
     """
     arguments = {
         name: torch.empty((), dtype=dtype, device="meta") for name, dtype in _dtypes().items()
@@ -103,20 +94,9 @@ def _dtypes() -> dict[str, torch.dtype]:
 def read_score_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str], device: torch.device
 ) -> ScoreRead:
-    """Reads the graph of a score_mod.
-
-    Args:
-        graph: its placeholders are score, b, h, q_idx, kv_idx, then the captured values.
-        captures: the captured values, tensors (real or fake) and ints.
-        names: what the user calls the captured tensors.
-        device: of the tensors.
-
-    Returns:
-        The program, and the nodes of `graph` that give what it takes.
-
-    Raises:
-        UnsupportedScoreModError: it is no pointwise function; the message says what it does.
-    """
+    """Reads the graph of a score_mod, whose placeholders are score, b, h, q_idx, kv_idx, then the captured values
+    `captures`: tensors (real or fake) and ints. `names` are the user's of the captured tensors, `device` is that of
+    the attention. Raises UnsupportedScoreModError where it is no pointwise function; the message says what it does."""
     graph = graph.graph if isinstance(graph, GraphModule) else graph
     return _Reader(graph, captures, names, device).read()
 

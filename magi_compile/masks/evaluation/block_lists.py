@@ -48,14 +48,7 @@ class BlockLists(NamedTuple):
         return kinds
 
     def check_lengths(self, num_q: int) -> None:
-        """Checks that there is a list for each of `num_q` q blocks.
-
-        Args:
-            num_q: q blocks of the mask.
-
-        Raises:
-            ValueError: naming the tensor and how many q blocks it has.
-        """
+        """Raises ValueError where there is no list for each of `num_q` q blocks."""
         for name, (num_blocks, _) in zip(("kv", "full_kv"), self.kinds, strict=False):
             if num_blocks.shape[-1] < num_q:
                 raise ValueError(
@@ -63,14 +56,8 @@ class BlockLists(NamedTuple):
                 )
 
     def check_heads(self, heads: int) -> None:
-        """Checks that there are lists for each head; lists of one head serve all.
-
-        Args:
-            heads: how many heads have masks of their own.
-
-        Raises:
-            ValueError: naming how many heads they have.
-        """
+        """Raises ValueError where there are no lists for each of `heads` with masks of their own; lists of one head
+        serve all."""
         for num_blocks, _ in self.kinds:
             if heads > 1 and num_blocks.shape[1] not in (1, heads):
                 raise ValueError(
@@ -118,16 +105,8 @@ class BlockLists(NamedTuple):
 
 
 def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-    """In which blocks of `rows` rows and `keys` keys some pair is visible, and in which all are.
-
-    Args:
-        intervals: what each row sees.
-        rows: rows of a block.
-        keys: keys of a block.
-
-    Returns:
-        Two bool tensors `[batch, heads, q blocks, kv blocks]`, of one head where all have the same mask. Blocks at the
-        end may be smaller.
+    """In which blocks of `rows` rows and `keys` keys some pair is visible, and in which all are: two bool tensors
+    `[batch, heads, q blocks, kv blocks]`, of one head where all have the same mask. Blocks at the end may be smaller.
     """
     if intervals.by_keys:
         rows, keys = keys, rows
@@ -159,8 +138,8 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
 
 
 def counts_and_order(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of `flags [..., n]` are set, int32 `[...]`; and int32 `[..., n]`, the numbers of these in increasing
-    order, and behind them those of all others."""
+    """The count of set `flags [..., n]`, int32 `[...]`, and int32 `[..., n]`: their numbers in increasing order,
+    and behind them those of all others."""
     flags = flags.to(torch.int8).contiguous()
     order = flags.argsort(dim=-1, descending=True, stable=True)
     return flags.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -339,18 +339,8 @@ def with_columns(
     sizes: MaskSizes,
     device: torch.device,
 ) -> list[Tensor]:
-    """The captured tensors and, behind them, those that the program computes: all that its expression looks up.
-
-    Args:
-        program: the mask.
-        tables: the captured tensors.
-        symbols: the captured ints.
-        sizes: how many values each variable takes.
-        device: where to compute.
-
-    Returns:
-        The tensors, by the numbers that the expression has for them.
-    """
+    """The captured tensors and, behind them, those that the program computes: all that its expression looks up, by the
+    numbers that it has for them."""
     named = names_of_captures(tables, symbols)
     if not program.columns:
         return list(tables)
@@ -362,14 +352,8 @@ def with_columns(
 
 
 def check_look_up(look_up: Expr, text: str, shape: Sequence[int], sizes: MaskSizes) -> None:
-    """Raises ValueError where a captured tensor of `shape` cannot be looked up so, whatever its values.
-
-    Args:
-        look_up: the captured tensor at its indices.
-        text: the same, for messages.
-        shape: of the captured tensor.
-        sizes: how many values each variable takes.
-    """
+    """Raises ValueError where a captured tensor of `shape` cannot be looked up so, whatever its values; `text` is the
+    look-up for messages."""
     indices, lengths = look_up.args[1:], sizes.by_variable
     if len(indices) != len(shape):
         raise ValueError(

@@ -154,20 +154,10 @@ def int_value(expr: Expr) -> int | None:
 
 
 def build(op: str, *args: Expr) -> Expr:
-    """The expression `op(*args)`, simplified.
+    """The expression `op(*args)`, simplified. Raises ExprError where `op` does not exist for operands of these kinds.
 
     What has an unsupported operand is neither simplified nor known, so that it cannot be cancelled or folded; truth
     values keep their other operands, so that the user hears of all that is unsupported in them.
-
-    Args:
-        op: an operator or a function of the grammar.
-        *args: its operands.
-
-    Returns:
-        An expression that equals it.
-
-    Raises:
-        ExprError: `op` does not exist for operands of these kinds.
     """
     reasons = [reason for arg in args for reason in arg.reasons]
     if not reasons:

@@ -177,16 +177,9 @@ def bounds_by(
 def bounds_of(
     expr: Expr, seqlen: int, range_of: Callable[[int], tuple[int, int]]
 ) -> tuple[int, int]:
-    """Bounds that `expr` keeps to as unbounded integers, whatever the data.
-
-    Args:
-        expr: a number, or a truth value, which counts as 0 or 1.
-        seqlen: more than any of b, q and kv.
-        range_of: the least and the highest value of a captured tensor, by its number.
-
-    Returns:
-        The least and the highest value.
-    """
+    """The least and the highest value that `expr` keeps to as unbounded integers, whatever the data; a truth value
+    counts as 0 or 1. `seqlen` is more than any of b, q and kv, and `range_of` says the same of a captured tensor's
+    values, by its number."""
     if expr.op in ("int", "bool"):
         return int(expr.args[0]), int(expr.args[0])
     if expr.op == "var":

@@ -34,17 +34,7 @@ _CALLS = {"min": 2, "max": 2, "abs": 1, "where": 3, **dict.fromkeys(FITS, 1)}
 
 
 def parse(text: str) -> Expr:
-    """Reads what `str(expr)` wrote.
-
-    Args:
-        text: in the grammar of mask expressions.
-
-    Returns:
-        The expression.
-
-    Raises:
-        ExprError: `text` is not a mask expression.
-    """
+    """Reads what `str(expr)` wrote. Raises ExprError for a text that is not a mask expression."""
     try:
         return _read(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError as error:

@@ -74,20 +74,9 @@ class Typing(NamedTuple):
 
 
 def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing) -> Expr:
-    """The result of an operation, of `typing.result`.
-
-    Args:
-        name: of the operation, as `name_of` in functions/names.py spells it.
-        args: `Operand`s, and what is no number as it is; sequences of both.
-        kwargs: likewise.
-        typing: see `Typing`.
-
-    Returns:
-        The result as an expression.
-
-    Raises:
-        ExprError: expressions cannot say it; `Wraps`, if they could but for the dtype.
-    """
+    """The result of an operation, of `typing.result`, as an expression. Its `name` is as `name_of` spells it, and its
+    arguments are `MaskOperand`s, and what is no number as it is. Raises ExprError where expressions cannot say it;
+    `Wraps`, if they could but for the dtype."""
     operation = _OPERATIONS.get(name)
     if operation is None:
         raise ExprError(f"`{name}` is not an operation on masks")

@@ -67,16 +67,12 @@ _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room fo
 def read_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
 ) -> MaskProgram:
-    """Reads the graph that Dynamo or torch.export made of a mask_mod.
+    """Reads the graph that Dynamo or torch.export made of a mask_mod, whose placeholders are b, h, q, kv, then the
+    captured values `captures`: tensors (real or fake) and ints, which are numbered separately. `names` are the user's
+    of the tensors.
 
-    Args:
-        graph: its placeholders are b, h, q, kv, then the captured values.
-        captures: the captured values, tensors (real or fake) and ints; tensors and ints are numbered separately.
-        names: what the user calls the captured tensors.
-
-    Returns:
-        The program: `refusals` says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it
-            is.
+    `refusals` of the program says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it
+    is.
     """
     graph = graph.graph if isinstance(graph, GraphModule) else graph
     return read_with_care(graph, captures, names)[0]
@@ -128,16 +124,7 @@ class _Value:
 
 
 class Tracer:
-    """Reads one graph.
-
-    Args:
-        graph: as in `read_graph`.
-        captures: see `read_graph`.
-        names: see `read_graph`.
-
-    Attributes:
-        has_failed: whether something that was tried with these captured values failed.
-    """
+    """Reads one graph; the arguments are those of `read_graph`."""
 
     def __init__(self, graph: Graph, captures: Sequence[Any], names: list[str]):
         self.graph = Graph()
