@@ -74,6 +74,12 @@ class MaskCheck(NamedTuple):
             )
 
 
+def first_of(flags: Tensor) -> Tensor:
+    """The number of the first flag that is set, 0-d; 0 where none is. Waits for nothing."""
+    flat = flags.flatten()
+    return flat.to(torch.uint8).argmax() if flat.numel() else flat.sum()
+
+
 class _DeviceFlags:
     """The failures of the checks made on one device: a sticky flag and what was found, in pinned host memory that
     the device writes to.

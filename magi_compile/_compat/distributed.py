@@ -35,10 +35,7 @@ def own_store_of(group: Any) -> Any:
     store = store_of(group)
     try:
         return store.clone()
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # of this PyTorch, or of a store that somebody else wrote
+    except (AttributeError, RuntimeError):  # of this PyTorch, or of somebody else's store
         return store
 
 

@@ -115,10 +115,8 @@ def layers_of(backend: Any) -> tuple[list[Any], dict[str, Any]]:
     torch.compile was given."""
     layers: list[Any] = []
     options: dict[str, Any] = {}
-    dynamo = (
-        "_torchdynamo_orig_backend",
-        "_torchdynamo_orig_callable",
-    )  # the latter in older versions
+    # Dynamo's are called by the second name in older versions.
+    dynamo = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
     links = (*dynamo, "compiler_fn", "backend_compile_fn", "func", "__self__")
     while backend is not None and not any(backend is layer for layer in layers):
         layers.append(backend)

@@ -114,20 +114,11 @@ def graph_of(
     *,
     functional: bool = False,
 ) -> torch.fx.GraphModule:
-    """The graph of PyTorch's operators that a function calls, for any values.
+    """The graph of PyTorch's operators that `function` calls, for any values.
 
-    Args:
-        function: takes indices, then tensors, then ints.
-        tensors: it is given tensors like these, with any symbolic sizes.
-        num_ints: how many ints it is given.
-        indices: how many int64 tensors without dimensions it is given, and their device.
-        functional: whether operators that write only do so at the end, to what the function was given.
-
-    Returns:
-        The graph.
-
-    Raises:
-        ValueError: the function does not do the same for all sizes.
+    It is given int64 tensors without dimensions, as many as `indices` says and on its device, then tensors like
+    `tensors`, with any symbolic sizes, then `num_ints` ints. Where `functional`, operators that write only do so at
+    the end, to what the function was given. Raises ValueError where the function does not do the same for all sizes.
     """
     from torch._guards import tracing
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -24,17 +24,9 @@ MAX_CONSTANT = 1024  # numbers in a tensor of the mask_mod's own: they stand in 
 
 
 def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | None:
-    """A graph that computes the same.
-
-    Args:
-        graph: of a mask_mod; its placeholders are b, h, q, kv, then the captured values.
-        result: the node that it returns.
-        captures: tensors of static sizes, real or fake, and ints.
-
-    Returns:
-        The graph, with the same placeholders; None where there is none for all values of the captured ints, or where it
-        writes to a captured tensor or draws random numbers.
-    """
+    """A graph that computes the same, with the same placeholders: b, h, q, kv, then the captured values, tensors of
+    static sizes, real or fake, and ints. None where there is none for all values of the captured ints, or where it
+    writes to a captured tensor or draws random numbers. `result` is the node that the graph returns."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if any(node.op == "get_attr" or is_random(name_of(node.target)) for node in graph.nodes):
         return None

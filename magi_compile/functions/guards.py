@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from magi_compile._checks import MaskCheck
+from magi_compile._checks import MaskCheck, first_of
 from magi_compile.functions.names import name_of
 
 _OF_COLUMN = "what the mask_mod computes of rows or of keys must"
@@ -66,15 +66,9 @@ def is_needed(device: torch.device) -> bool:
 def guarded(
     mask_mod: Callable[..., Any], names: Mapping[int, str]
 ) -> tuple[Callable[..., tuple[Any, list[Tensor]]], list[Index | Divisor]]:
-    """A mask_mod that also returns, for each of the list that it fills, where that is broken and the value found there.
-
-    Args:
-        mask_mod: the function; torch.vmap may call the result.
-        names: what captured tensors are called, by their ids.
-
-    Returns:
-        The function, and the list, which is empty until the function is called.
-    """
+    """A mask_mod that also returns, for each of the list that it fills, where that is broken and the value found there;
+    and that list, which is empty until the function is called, as torch.vmap may do. `names` are what captured tensors
+    are called, by their ids."""
     known: list[Index | Divisor] = []
 
     def of_point(*index: Any) -> tuple[Any, list[Tensor]]:
@@ -91,9 +85,8 @@ def checks(known: Sequence[Index | Divisor], found: Sequence[Tensor]) -> list[Ma
     """The checks of a guarded function that computes a column or a number."""
     checks = []
     for what, where, value in paired(known, found):
-        where, value = where.flatten(), value.flatten()
-        first = where.to(torch.uint8).argmax()
-        checks.append(MaskCheck(~where.any(), *what.words_of_column, (value[first],)))
+        first = value.flatten()[first_of(where)]
+        checks.append(MaskCheck(~where.any(), *what.words_of_column, (first,)))
     return checks
 
 

@@ -5,15 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 INDICES = ("b", "h", "q", "kv")
+# Of Python's operators between two operands.
+SIGNS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "floordiv": "//",
+    "truediv": "/",
+    "mod": "%",
+    "pow": "**",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "rshift": ">>",
+    "lshift": "<<",
+}
 
 
 def name_of(target: Any) -> str:
     """One spelling for `operator.eq`, `Tensor.__eq__`, `torch.eq`, "eq" and `aten.eq.Scalar`."""
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     return name.split(".")[0].strip("_")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of the text of an error, or its repr where it has no text."""
+    return str(error).splitlines()[0] if str(error) else repr(error)
+
+
+def result_of(graph: Graph) -> Any:
+    """The nodes that a graph returns, or the only one of them."""
+    result: Any = graph.output_node().args[0]
+    is_one = isinstance(result, (tuple, list)) and len(result) == 1
+    return result[0] if is_one else result
 
 
 def is_numpy_scalar(value: Any) -> bool:

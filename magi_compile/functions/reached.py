@@ -69,9 +69,8 @@ class Reached:
     def __init__(self, function: Any, name: str, attributes: Iterable[str] = ()):
         self._read = set(attributes)
         known = -1
-        while known != len(
-            self._read
-        ):  # code that is reached late may name attributes of what was reached before
+        # Code that is reached late may name attributes of what was reached before.
+        while known != len(self._read):
             known = len(self._read)
             self.names: dict[int, str] = {}
             self._checks: list[Callable[[], bool]] = []

@@ -44,19 +44,10 @@ class Recording(NamedTuple):
 def record(
     function: Callable[..., Any], arguments: Mapping[str, Tensor], device: torch.device, what: str
 ) -> Recording:
-    """Calls `function` once, with symbols that stand for tensors on `device`.
+    """Calls `function` once, with symbols that stand for tensors on `device`: the graph of the call.
 
-    Args:
-        function: of these arguments.
-        arguments: their names, and tensors without values that are like them.
-        device: what symbols say where they are.
-        what: what the user calls the function, "mask_mod".
-
-    Returns:
-        The graph of the call.
-
-    Raises:
-        UnreadableError: it asks for the value of what it is called with.
+    `arguments` are its arguments by name, tensors without values, and `what` is the user's word for the function,
+    "mask_mod". Raises UnreadableError where it asks for the value of what it is called with.
     """
     recorder = _Recorder(device, what)
     symbols = [recorder.argument(name, example) for name, example in arguments.items()]
@@ -155,8 +146,7 @@ def _needs_value(name: str) -> Callable[..., Any]:
     def needs_value(self: _Symbol, *args: Any, **kwargs: Any) -> Any:
         raise UnreadableError(
             f"`{name}` of `{title_of(self.node, {})}` needs its value: a {self.recorder.what} cannot "
-            "branch on its arguments, "
-            f"use & | ~ and torch.where"
+            f"branch on its arguments, use & | ~ and torch.where"
         )
 
     return needs_value

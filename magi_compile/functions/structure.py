@@ -50,14 +50,8 @@ class _UnknownError(Exception):
 
 
 def structure_of(function: Any) -> Structure | None:
-    """The structure of a function.
-
-    Args:
-        function: any object.
-
-    Returns:
-        Its structure; None where it reaches more than tensors, numbers, other functions and those of PyTorch.
-    """
+    """The structure of a function; None where it reaches more than tensors, numbers, other functions and those of
+    PyTorch."""
     reading = _Reading()
     try:
         kind = reading.kind(function)

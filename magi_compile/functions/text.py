@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from magi_compile import _compat
 from magi_compile._checks import require
 from magi_compile.functions import guards
-from magi_compile.functions.names import INDICES, name_of
+from magi_compile.functions.names import INDICES, SIGNS, name_of
 
 # Of torch.isin: memory for each row.
 MAX_SOUGHT = 1024
@@ -207,19 +207,8 @@ def on_grids(
     kv: Tensor,
     names: Mapping[int, str] | None = None,
 ) -> Shown:
-    """Evaluates a mask_mod on grids of queries and keys.
-
-    Args:
-        mask_mod: of b, h, q and kv.
-        b: the batch entry of each grid, `[n]`.
-        h: its head, `[n]`.
-        q: its queries, `[n, rows]`.
-        kv: its keys, `[n, keys]`.
-        names: the names of captured tensors, by their ids.
-
-    Returns:
-        The results, and the invalid points.
-    """
+    """Evaluates a mask_mod on grids of queries and keys: of the batch entry `b` and the head `h` of each, `[n]`, its
+    queries `q [n, rows]` and its keys `kv [n, keys]`. `names` are those of captured tensors, by their ids."""
     known = None
     mask_mod = _of_truth_values(mask_mod)
     if guards.is_needed(b.device):
@@ -297,34 +286,12 @@ def title_of(node: Node, names: Mapping[int, str]) -> str:
         return f"{arguments[0]}[{arguments[1]}]"
     if name == "getattr":
         return f"{arguments[0]}.{arguments[1]}"
-    sign = _SIGNS.get(name.removeprefix("bitwise_"))
+    sign = SIGNS.get(name.removeprefix("bitwise_"))
     if sign is not None and len(arguments) == 2:
         return f"({arguments[0]} {sign} {arguments[1]})"
     if node.op == "call_method":
         return f"{arguments[0]}.{name}({', '.join(arguments[1:])})"
     return f"{name}({', '.join(arguments)})"
-
-
-_SIGNS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "floordiv": "//",
-    "truediv": "/",
-    "mod": "%",
-    "pow": "**",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "eq": "==",
-    "ne": "!=",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "rshift": ">>",
-    "lshift": "<<",
-}
 
 
 class _ScalarIndexing(TorchFunctionMode):

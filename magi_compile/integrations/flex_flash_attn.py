@@ -101,21 +101,11 @@ _TYPES = {kind.name.replace("_", ""): kind for kind in MaskType}
 
 
 def slices_of(q_ranges: Any, k_ranges: Any, types: Any, seqlen_q: int, seqlen_k: int) -> AttnSlices:
-    """Slices on the CPU.
+    """Slices on the CPU. Ranges are `[num_slices, 2]`: a list of pairs, MagiAttention's own ranges, or an integer
+    tensor. There is a type for each slice, or one for all: a number, a name, an enum of MagiAttention's or ours.
 
-    Args:
-        q_ranges: `[num_slices, 2]`: a list of pairs, MagiAttention's own ranges, or an integer tensor.
-        k_ranges: the same for keys.
-        types: a type for each slice, or one for all: a number, a name, an enum of MagiAttention's or ours.
-        seqlen_q: rows.
-        seqlen_k: keys.
-
-    Returns:
-        The slices.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a range out of bounds, an unknown type, or slices that overlap.
+    Raises TypeError for a wrong dtype, and ValueError for a range out of bounds, an unknown type, or slices that
+    overlap.
     """
     q_ranges, k_ranges = (
         x.to_naive_ranges() if hasattr(x, "to_naive_ranges") else x for x in (q_ranges, k_ranges)

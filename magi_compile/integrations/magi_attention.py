@@ -147,8 +147,7 @@ def _key(slices: AttnSlices, where: Any, given: Any, chunk_size: int | None = No
         where, tokens = _compat.resolve_process_group(where.group_name), where
     elif isinstance(where, DeviceMesh) and where.ndim > 1:
         raise NotImplementedError(
-            f"`cp_group_or_mesh` must have one dimension, got {where.ndim}; pass a process group of "
-            "all its ranks"
+            f"`cp_group_or_mesh` must have one dimension, got {where.ndim}; pass a process group of all its ranks"
         )
     if chunk_size is not None:
         if options.chunk_size not in (None, chunk_size):

@@ -126,16 +126,11 @@ def within_documents(
     read: Callable[[tuple[Tensor, Tensor], tuple[int, int, int]], Documents],
     sizes: tuple[int, int, int],
 ) -> BlockMask | None:
-    """`block_mask` where query and key are of the same document; made once for all layers that share it.
+    """`block_mask`, None for everything, where query and key are of the same document; made once for all layers that
+    share it. It is `block_mask` itself if there is one document.
 
-    Args:
-        block_mask: None for everything.
-        tensors: what says where documents of rows and of keys begin.
-        read: makes documents of `tensors`, or None if there is only one.
-        sizes: batch entries, rows and keys of each.
-
-    Returns:
-        A BlockMask, or `block_mask` itself if there is one document.
+    `tensors` say where documents of rows and of keys begin, and `read` makes documents of them, or None if there is
+    only one. `sizes` are batch entries, and rows and keys of each.
     """
     is_traced = torch.compiler.is_compiling()
     versions = () if is_traced else tuple(map(version_of, tensors))
@@ -170,18 +165,13 @@ def _is_in_inner_graph() -> bool:
 def documents_of_positions(
     tensors: tuple[Tensor, Tensor], sizes: tuple[int, int, int]
 ) -> Documents:
-    """A document begins where positions go back to 0.
+    """The documents, which begin where positions go back to 0; None if there is only one.
 
     A gap, a step, a repeat or a jump back to another position is no border. 0 behind 0 is a document of one token if
     all positions are 0 or go up by 1, as in a pack; else it is a repeat.
 
-    Args:
-        tensors: the positions, `[1 or B, L]`, and the padding mask, with whose padding there are no documents; the
-            positions again if there is none.
-        sizes: batch entries, rows and keys of each.
-
-    Returns:
-        The documents, or None if there is only one.
+    The tensors are the positions, `[1 or B, L]`, and the padding mask, with whose padding there are no documents, or
+    the positions again if there is none. `sizes` are batch entries, and rows and keys of each.
     """
     positions, padding = tensors
     place = positions.expand(sizes[0], -1)
@@ -198,15 +188,8 @@ def documents_of_positions(
 
 
 def starts_of_documents(positions: Tensor, padding: Tensor | None) -> Tensor:
-    """True where a document begins: at each row, and where positions do not go up by 1, as transformers has it.
-
-    Args:
-        positions: int `[B, S]`.
-        padding: a padding mask `[B, S]` without padding, with which only positions of 0 begin documents; None for none.
-
-    Returns:
-        bool `[B, S]`.
-    """
+    """True where a document begins, bool `[B, S]`: at each row, and where positions, int `[B, S]`, do not go up by 1,
+    as transformers has it. With a mask without `padding`, `[B, S]`, only positions of 0 begin documents."""
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     if padding is not None:

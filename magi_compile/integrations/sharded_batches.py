@@ -99,14 +99,8 @@ class LayerSlices:
         )
 
     def of(self, lengths: Tensor) -> dict[str | None, AttnSlices]:
-        """The slices by kind of layer.
-
-        Args:
-            lengths: int64 `[documents]`, on the CPU.
-
-        Returns:
-            The slices of a pack of these documents; one of name None for a model that has one mask.
-        """
+        """The slices of a pack of documents of these `lengths`, int64 on the CPU, by kind of layer; one of name None
+        for a model that has one mask."""
         by_functions = (
             {} if self.windows.keys() == self.weights.keys() else self._by_functions(lengths)
         )
@@ -187,19 +181,11 @@ class BatchPlanner:
         self.ranks, self.options, self.key = ranks, options, uuid.uuid4().hex
 
     def plan(self, batch: Mapping[str, Any]) -> PlannedBatch:
-        """Plans a batch; waits for the device of its tensors.
+        """Plans a batch: `input_ids` int `[B, S]`, and perhaps `position_ids`, `attention_mask`, `labels` or
+        `shift_labels` like them. Waits for the device of its tensors.
 
-        Args:
-            batch: `input_ids` int `[B, S]`; perhaps `position_ids`, `attention_mask`, `labels` or `shift_labels` like
-                them.
-
-        Returns:
-            The plan.
-
-        Raises:
-            TypeError: the batch is no mapping.
-            ValueError: there are no `input_ids` `[B, S]`; a label counts where there is padding.
-            NotImplementedError: padding between tokens, images.
+        Raises TypeError where the batch is no mapping, ValueError where there are no `input_ids` `[B, S]` or a label
+        counts where there is padding, and NotImplementedError for padding between tokens and for images.
         """
         if not isinstance(batch, Mapping):
             raise TypeError(

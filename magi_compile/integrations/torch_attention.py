@@ -135,18 +135,12 @@ class PackedCall(NamedTuple):
 
 
 def call_of_varlen(given: dict[str, Any]) -> PackedCall | str:
-    """The call that the arguments of `torch_attn::_varlen_attn` stand for, or why it is not one of ours.
+    """The call that the arguments of `torch_attn::_varlen_attn` stand for, or why PyTorch's own kernel must run it.
 
-    Args:
-        given: by name, `query [total_q, Hq, D]`, `key` and `value [total_k, Hkv, D]`, `cu_seq_q` and `cu_seq_k`
-            `[sequences + 1]`, `is_causal`, `window_size` (left, right; -1 for no limit), `scale`; what a version of
-            PyTorch does not have may be missing. Windows are aligned at the last row and the last key of a sequence.
-
-    Returns:
-        The call, or the reason why PyTorch's own kernel must run it.
-
-    Raises:
-        ValueError: `cu_seq_q` or `cu_seq_k` does not begin with 0, decreases, or goes beyond the tokens.
+    By name, `query [total_q, Hq, D]`, `key` and `value [total_k, Hkv, D]`, `cu_seq_q` and `cu_seq_k`
+    `[sequences + 1]`, `is_causal`, `window_size` (left, right; -1 for no limit), `scale`; what a version of PyTorch
+    does not have may be missing. Windows are aligned at the last row and the last key of a sequence. Raises
+    ValueError where `cu_seq_q` or `cu_seq_k` does not begin with 0, decreases, or goes beyond the tokens.
     """
     for name in ("seqused_k", "block_table", "num_splits"):
         if given.get(name) is not None:
@@ -170,15 +164,9 @@ def call_of_varlen(given: dict[str, Any]) -> PackedCall | str:
 
 
 def call_of_sdpa(given: dict[str, Any]) -> PackedCall | str:
-    """The call that the arguments of `aten::_scaled_dot_product_flash_attention` stand for,
-    or why it is not one of ours.
-
-    Args:
-        given: by name, `query [B, Hq, L, D]`, `key` and `value [B, Hkv, S, D]`, `dropout_p`, `is_causal`, `scale`.
-
-    Returns:
-        The call, or the reason why PyTorch's own kernel must run it.
-    """
+    """The call that the arguments of `aten::_scaled_dot_product_flash_attention` stand for, or why PyTorch's own
+    kernel must run it. By name, `query [B, Hq, L, D]`, `key` and `value [B, Hkv, S, D]`, `dropout_p`, `is_causal`,
+    `scale`."""
     q, k, v = (given[name].transpose(1, 2).flatten(0, 1) for name in ("query", "key", "value"))
     batch, _, rows, _ = given["query"].shape
     keys = given["key"].shape[2]
@@ -343,8 +331,7 @@ def _varlen_backward_with_lse(
     if isinstance(call, str):
         raise NotImplementedError(
             "the log-sum-exp of varlen_attn has gradients only where 'MAGI' runs the call, which "
-            "PyTorch's own flash attention "
-            f"did here: {call}"
+            f"PyTorch's own flash attention did here: {call}"
         )
     return tuple(map(_like, (q, k, v), call.backward(dout, dlse, out, lse)))
 

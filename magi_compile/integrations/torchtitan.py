@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import and_masks
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from magi_compile._compat import version_of
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence.make_plan import plan
 from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
@@ -106,20 +107,11 @@ def make_mask(
     device: torch.device,
     config: MagiAttention.Config,
 ) -> MaskSlices:
-    """The slices of a mask_mod. On a GPU nothing waits; data that breaks the mask raises `MaskDataError` later.
+    """The slices of a mask_mod, of a fixed capacity. On a GPU nothing waits; data that breaks the mask raises
+    `MaskDataError` later.
 
-    Args:
-        mask_mod: a function of b, h, q and kv.
-        batch: number of batch entries.
-        seqlen: tokens of an entry.
-        device: of the slices.
-        config: the attention that asks; its `slice_capacity` bounds the slices.
-
-    Returns:
-        Slices of a fixed capacity.
-
-    Raises:
-        UnsupportedMaskError: slices cannot express the mask.
+    There are `batch` entries of `seqlen` tokens. The `slice_capacity` of `config`, the attention that asks, bounds the
+    slices. Raises UnsupportedMaskError where slices cannot express the mask.
     """
     program, tables, _ = trace_mask_mod(mask_mod, device)
     capacity = config.slice_capacity
@@ -388,8 +380,7 @@ def _check_layers(model: Decoder) -> None:
         if layer.attention is None:
             raise NotImplementedError(
                 f"{NAME} needs a model whose layers all have attention, got {type(model).__name__}, in "
-                f"which layer {number} "
-                "has another kind; leave this model on its own attention"
+                f"which layer {number} has another kind; leave this model on its own attention"
             )
         given = getattr(layer.attention.inner_attention, "varlen_window", None)
         window = getattr(layer.attention, "sliding_window_size", None)
@@ -478,15 +469,11 @@ class _Planned(NamedTuple):
     def is_valid(self) -> bool:
         """False if the batch has got other positions since, or there are others in their tensor."""
         now = self.batch.get("positions")
-        if not isinstance(now, Tensor) or self.version != _version_of(self.positions):
+        if not isinstance(now, Tensor) or self.version != version_of(self.positions):
             return False
         # A comparison on the GPU would hold up the host.
         is_there = now.device.type != "cpu" or now is self.positions
         return is_there or torch.equal(now, self.positions)
-
-
-def _version_of(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 # Of each trainer, by the id of the batch, which is kept.
@@ -504,7 +491,7 @@ def _with_plans_of_batches(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 if len(planned) >= MOST_PLANNED:
                     planned.clear()
                 positions = batch["positions"]
-                planned[id(batch)] = _Planned(batch, positions, _version_of(positions), plans)
+                planned[id(batch)] = _Planned(batch, positions, version_of(positions), plans)
             yield batch, labels
 
     return batch_generator
@@ -528,7 +515,7 @@ def _plans_of_batch(trainer: Trainer, batch: Any) -> Plans | None:
         masks = trainer.model_parts[0].get_attention_masks(positions=positions)
     except (
         Exception
-    ):  # of a model that takes positions on its GPU alone; any other comes again in the step
+    ):  # of a model that takes positions on its GPU alone; others come again in the step
         return None
     masks = masks if isinstance(masks, Mapping) else {"mask": masks}
     if not all(isinstance(mask, MaskSlices) for mask in masks.values()):
@@ -562,8 +549,7 @@ def _plans_of(
     if load_balancer not in ("headtail", None):
         raise ValueError(
             "`parallelism.context_parallel_load_balancer` must be 'headtail', the default, which "
-            "stands for the balance of "
-            f"magi_compile here, or None for contiguous parts, got {load_balancer!r}"
+            f"stands for the balance of magi_compile here, or None for contiguous parts, got {load_balancer!r}"
         )
     made = {name: _made[mask.q_ranges] for name, mask in masks.items()}
     whole = {name: mask.slices.to("cpu").compact() for name, mask in made.items()}

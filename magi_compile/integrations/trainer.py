@@ -67,10 +67,8 @@ from magi_compile.masks.arguments import check_count
 
 DEFAULTS = ContextParallelOptions()
 _NO_PLAN = -1  # what a rank says in place of a checksum
-_CAUSAL_LOSSES = (
-    "ForCausalLM",
-    "ForConditionalGeneration",
-)  # names of `loss_type` that shift labels
+# Names of `loss_type` that shift labels.
+_CAUSAL_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def context_parallel(
@@ -288,9 +286,8 @@ class _Hooks:
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, in which each sample counts once, whatever the number of ranks that share it."""
         assert self.context_parallel_ranks is not None
-        self.gather_function = (
-            self.context_parallel_ranks.gather_for_metrics
-        )  # the loop puts the usual one back
+        # The loop puts the usual one back.
+        self.gather_function = self.context_parallel_ranks.gather_for_metrics
         trainer: Any = super()
         return trainer.evaluation_loop(*args, **kwargs)
 
@@ -671,9 +668,7 @@ class _GroupScheduler(AcceleratedScheduler):
         if is_alone or is_skipped or not self.gradient_state.sync_gradients:
             return super().step(*args, **kwargs)
         for _ in range(AcceleratorState().num_processes // self.copies):
-            last = getattr(
-                self.scheduler, "total_steps", None
-            )  # of OneCycleLR, which goes no further
+            last = getattr(self.scheduler, "total_steps", None)  # OneCycleLR goes no further
             if last is None or self.scheduler._step_count <= last:
                 self.scheduler.step(*args, **kwargs)
 

@@ -502,19 +502,15 @@ _warn_once = torch.compiler.assume_constant_result(warn_once)
 
 
 def masks_of_layers(config: Any, positions: Tensor) -> dict[str | None, BlockMask]:
-    """The masks that transformers makes for a model, by kind of layer, as `generate` asks for them.
+    """The masks that transformers makes for a model, by kind of layer in alphabetical order, as `generate` asks for
+    them; one of name None for a model that takes one.
 
-    Args:
-        config: the text config of a model with `attn_implementation="magi"`.
-        positions: int `[1, tokens]`, on the CPU; documents begin where they do not go up by 1.
-
-    Returns:
-        The masks in alphabetical order; one of name None for a model that takes one. Raises NotImplementedError where
-        layers are no attention, or one that this package does not have.
+    `config` is the text config of a model with `attn_implementation="magi"`. `positions`, int `[1, tokens]` on the
+    CPU, begin a document where they do not go up by 1. Raises NotImplementedError where layers are no attention, or
+    one that this package does not have.
     """
-    tokens = torch.empty(
-        1, positions.shape[1], 1, dtype=torch.float32, device=positions.device
-    )  # for its shape
+    shape = 1, positions.shape[1], 1  # all that is asked for
+    tokens = torch.empty(shape, dtype=torch.float32, device=positions.device)
     found = create_masks_for_generate(config, tokens, None, None, position_ids=positions)
     masks = dict(sorted(found.items())) if isinstance(found, dict) else {None: found}
     if others := [name for name in masks if name is not None and name not in KINDS_OF_LAYERS]:

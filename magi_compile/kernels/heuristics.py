@@ -492,14 +492,9 @@ def slice_capacity(
 ) -> Any:
     """Room for the slices of one mask, where nobody says how many there are.
 
-    Args:
-        seqlen_q: number of queries, an int or what `apply` takes for one; `by_keys` of keys.
-        max_intervals: the most key intervals that a row sees; `by_keys` of rows that see a key.
-        apply: computes `function(*args)`: at once, or by a node of a graph.
-        by_keys: whether slices are made of keys, of which a causal run gives two.
-
-    Returns:
-        The number of slices.
+    `seqlen_q` is an int, or what `apply` takes for one, which computes `function(*args)`: at once, or by a node of a
+    graph. `max_intervals` are the most key intervals that a row sees. Where `by_keys`, both are of keys and of rows
+    that see one: then slices are made of keys, of which a causal run gives two.
     """
     rows = apply(operator.floordiv, seqlen_q, _ROWS_PER_SLICE)
     of_each = max(1, max_intervals) * (2 if by_keys else 1)

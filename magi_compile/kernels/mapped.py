@@ -14,9 +14,8 @@ from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.plan.block_map import CELL, ListShape, MapWalkShape
 
-LISTS_AT_ONCE = (
-    32  # as in csrc/sm90/planner/block_map.cu, of which a thread block has them in shared memory
-)
+# As in csrc/sm90/planner/block_map.cu, of which a thread block has them in shared memory.
+LISTS_AT_ONCE = 32
 _MOST_SHARED_BYTES = 48 * 1024
 MAX_INTERVALS = 4
 KEYS_OF_TABLE = 128  # of a block of the forward, where blocks of keys begin and end anywhere

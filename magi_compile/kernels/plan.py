@@ -75,17 +75,8 @@ class Plan(NamedTuple):
     packed: tuple[Tensor, ...] = ()
 
     def walks(self, tiles: PlanTiles) -> tuple[Walk, Walk]:
-        """The walks, for a kernel that walks by `tiles`.
-
-        Args:
-            tiles: of the kernel, the dtype and the heads of a call.
-
-        Returns:
-            The q walk and the k walk.
-
-        Raises:
-            ValueError: if they were made for others.
-        """
+        """The q walk and the k walk, for a kernel that walks by `tiles`. Raises ValueError if they were made for
+        others."""
         check_tiles(self.tiles, tiles)
         assert self.q_walk is not None
         assert self.k_walk is not None

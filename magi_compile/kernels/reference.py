@@ -37,19 +37,8 @@ class AttentionResults(NamedTuple):
 def exact_forward(
     q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices, softmax_scale: float, softcap: float = 0.0
 ) -> ForwardOutput:
-    """Forward in fp64.
-
-    Args:
-        q: `[seqlen_q, nheads_q, head_dim]`, any floating dtype.
-        k: `[seqlen_k, nheads_kv, head_dim]`.
-        v: `[seqlen_k, nheads_kv, head_dim_v]`.
-        slices: what each row sees, on the device of `q`.
-        softmax_scale: factor of the scores.
-        softcap: 0.0 for none.
-
-    Returns:
-        out `[seqlen_q, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_q]`, both fp64.
-    """
+    """Forward in fp64: out `[seqlen_q, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_q]`, of q, k and v of any
+    floating dtype, `[seqlen, nheads, head_dim]`. `slices` are on the device of `q`; a `softcap` of 0.0 is none."""
     visible = slices.to_dense()
     out = q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float64)
@@ -83,18 +72,8 @@ def exact_backward(
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> BackwardOutput:
-    """Backward in fp64, from the `out` and `lse` it is given: those of a larger mask give its share of a sum.
-
-    Args:
-        grads: of the forward's results.
-        saved: what `exact_forward` was given, and the forward's results, any floating dtypes.
-        slices: as in `exact_forward`, like `softmax_scale` and `softcap`.
-        softmax_scale: see `slices`.
-        softcap: see `slices`.
-
-    Returns:
-        dq, dk, dv in the shapes of q, k, v, all fp64.
-    """
+    """Backward in fp64, from the `out` and `lse` it is given, of any floating dtypes: those of a larger mask give its
+    share of a sum. The other arguments are those of `exact_forward`."""
     (dout, dlse), (q, k, v, out, lse) = grads, saved
     visible = slices.to_dense()
     dq = torch.zeros_like(q, dtype=torch.float64)

@@ -11,8 +11,7 @@ from magi_compile.score.program import ScoreCall, ScoreProgram
 
 _ATOMICS = (
     "accumulates gradients of captured tensors with atomics, which "
-    "torch.use_deterministic_algorithms(True) forbids; detach these "
-    "tensors, or use the cpu kernel"
+    "torch.use_deterministic_algorithms(True) forbids; detach these tensors, or use the cpu kernel"
 )
 
 

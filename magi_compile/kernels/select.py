@@ -61,20 +61,12 @@ def select(
     *,
     may_be_slower: bool = False,
 ) -> Selection:
-    """The kernel that runs `problem`.
+    """The kernel that runs `problem`, and why others were passed over.
 
-    Args:
-        problem: what is asked for.
-        force: the name of the only kernel to consider; None considers all but those of `ONLY_IF_FORCED`.
-        score: the score program that the kernel has to run, where it is known.
-        may_be_slower: whether a kernel will do that is slower than FlexAttention, for callers that cannot stay there.
-
-    Returns:
-        The kernel, and why others were passed over.
-
-    Raises:
-        ValueError: if `force` names no kernel.
-        NotImplementedError: if every considered kernel refuses; the message lists all reasons.
+    `force` is the name of the only kernel to consider; None considers all but those of `ONLY_IF_FORCED`. `score` is
+    the program that the kernel has to run, where it is known. A kernel that is slower than FlexAttention will do where
+    `may_be_slower`, for callers that cannot stay there. Raises ValueError if `force` names no kernel, and
+    NotImplementedError if every considered kernel refuses; the message lists all reasons.
     """
     force = OLD_NAMES.get(force, force) if force else None
     if force is None:
@@ -101,20 +93,8 @@ def select_for_lists(
     force: str | None = None,
     score: ScoreNeeds | None = None,
 ) -> tuple[AttnProblem, Selection]:
-    """The kernel that walks block lists of `shape`, see `select`.
-
-    Args:
-        problem: what is asked for, without a block map.
-        shape: of the lists, with lengths that may be SymInts.
-        force: the name of the only kernel to consider.
-        score: the score program that the kernel has to run.
-
-    Returns:
-        The problem with the block map of the lists, and the kernel.
-
-    Raises:
-        NotImplementedError: if no kernel walks them; the message says why.
-    """
+    """The kernel that walks block lists of `shape`, whose lengths may be SymInts, and the problem with the block map
+    of these lists, see `select`. Raises NotImplementedError if no kernel walks them; the message says why."""
     problem = replace(problem, block_map=block_map_of(shape))
     selection = select(problem, force, score)
     kernel = selection.kernel
@@ -158,17 +138,8 @@ def _slower_than_flex(name: str, problem: AttnProblem) -> list[str]:
 
 @cache
 def load(name: str) -> Kernel:
-    """Loads the kernel called `name`, of which there is one instance.
-
-    Args:
-        name: as in `KERNELS`, or in `OLD_NAMES`.
-
-    Returns:
-        The kernel, made when it is first asked for.
-
-    Raises:
-        ImportError: if something the kernel needs is not installed.
-    """
+    """The kernel called `name`, as in `KERNELS` or in `OLD_NAMES`: one instance, made when it is first asked for.
+    Raises ImportError if something that it needs is not installed."""
     if name in OLD_NAMES:
         return load(OLD_NAMES[name])
     module_name, _, class_name = KERNELS[name].partition(":")

@@ -50,9 +50,8 @@ class OverRanks(NamedTuple):
     share: list[int]
 
 
-ACROSS_RANKS = (
-    "attention across ranks"  # in a report, in place of a kernel, which is chosen when it runs
-)
+# In a report, in place of a kernel, which is chosen when it runs.
+ACROSS_RANKS = "attention across ranks"
 
 REFUSAL = (
     "`score_mod` must be None in code compiled for another backend than 'magi' across ranks; compile it with "
@@ -95,27 +94,18 @@ def plan_of(call: FlexCall) -> OverRanks | None:
 def emit_across_ranks(
     emit: Emitter, call: FlexCall, plan: OverRanks
 ) -> tuple[Decision, list[Node]]:
-    """Emits the attention across ranks.
+    """Emits the attention across ranks of a call over this rank's tokens, whose mask names `plan`.
 
-    Args:
-        emit: adds nodes to the graph.
-        call: FlexAttention over this rank's tokens.
-        plan: what its mask names.
-
-    Returns:
-        What was decided, and the nodes of out, of the log-sum-exp and, if the call asks for them, of the largest
-        scores, in the units of the call.
-
-    Raises:
-        LoweringRefusedError: the score_mod cannot be read; nothing else runs it.
+    Returns what was decided, and the nodes of out, of the log-sum-exp and, if the call asks for them, of the largest
+    scores, in the units of the call. Raises LoweringRefusedError where the score_mod cannot be read; nothing else runs
+    it.
     """
     scores = Scores.of(call)
     decision = _decision_on(call, scores)
     if scores.reasons:
         where = f" at {call.location}" if call.location else ""
         raise LoweringRefusedError(
-            f"`score_mod` of an attention across ranks{where} must be a pointwise function: "
-            f"{'; '.join(scores.reasons)}"
+            f"`score_mod` of an attention across ranks{where} must be a pointwise function: {'; '.join(scores.reasons)}"
         )
     batch, nheads, seqlen, _ = (emit.size(call.q, dim) for dim in range(4))
     rows = [_packed(emit, node) for node in (call.q, call.k, call.v)]
@@ -153,10 +143,7 @@ def _packed(emit: Emitter, node: Node) -> Node:
 
 
 def _decision_on(call: FlexCall, scores: Scores) -> Decision:
-    q_shape, k_shape = (
-        tuple(s if isinstance(s, int) else str(s) for s in value_of(node).shape)
-        for node in (call.q, call.k)
-    )
+    q_shape, k_shape = call.shapes
     # As it was written: of the indices of the whole sequence.
     score = str(scores.program or "")
     score = score.replace("at_queries[q]", "q").replace("at_keys[kv]", "kv")

@@ -120,15 +120,10 @@ def _out_dtype(call: FlexCall) -> torch.dtype:
 
 def decision_on(call: FlexCall, found: Analysis) -> Decision:
     """The decision on `call`, for readers."""
-    shapes = (value_of(node).shape for node in (call.q, call.k))
-    q_shape, k_shape = (
-        tuple(s if isinstance(s, int) else str(s) for s in shape) for shape in shapes
-    )
     kernel = None if found.reasons else found.kernel
     return Decision(
         call.location,
-        q_shape,
-        k_shape,
+        *call.shapes,
         str(found.route.program),
         kernel.name if kernel else None,
         found.reasons,

@@ -48,9 +48,7 @@ def make_backend(
 
     if not isinstance(options, LoweringOptions):
         raise TypeError(f"`options` must be a LoweringOptions, got {options!r}")
-    is_known = (
-        callable(inner) or inner == "inductor"
-    )  # others are looked up among installed packages
+    is_known = callable(inner) or inner == "inductor"  # others are looked up among packages
     if not is_known and inner not in torch.compiler.list_backends(exclude_tags=()):
         raise ValueError(
             f"`inner` must be a function or the name of a backend, one of "

@@ -40,17 +40,9 @@ def order_reasons(
 ) -> tuple[str, ...]:
     """Reasons why the data at compile time break the order that intervals need. Waits for the device.
 
-    Args:
-        program: a mask that has intervals for data in some order.
-        tables: the nodes of its captured tensors.
-        symbols: its captured ints.
-        sizes: of the mask.
-        capacity: how many slices there is room for.
-        device: where its slices are.
-
-    Returns:
-        The reasons; none where data are as intervals need them, where they mean nothing to the mask either, and where
-        they are not known.
+    The program is a mask that has intervals for data in some order, `tables` are the nodes of its captured tensors,
+    and `capacity` is how many slices there is room for, on `device`. There are no reasons where data are as intervals
+    need them, where they mean nothing to the mask either, and where they are not known.
     """
     if not all(isinstance(symbol, int) for symbol in symbols):
         return ()

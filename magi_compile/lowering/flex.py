@@ -26,7 +26,7 @@ from magi_compile.lowering.across_ranks import emit_across_ranks, plan_of
 from magi_compile.lowering.analysis import Analysis, analyze, decision_on
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
-from magi_compile.lowering.masks import Mask, emit_mask, heads_of
+from magi_compile.lowering.masks import Mask, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.ops.arguments import AttentionOptions, short
@@ -37,15 +37,8 @@ from magi_compile.ops.layout import by_entries, inverse, memory_order
 def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -> tuple[Node, ...]:
     """Emits the attention itself.
 
-    Args:
-        emit: adds nodes to the graph.
-        call: what FlexAttention was asked for.
-        found: the kernel and what it computes.
-        mask: the nodes of its slices and plan.
-
-    Returns:
-        The node that runs it, its out `[B, Hq, Sq, Dv]`, its lse `[B, Hq, Sq]` and, if the call asks for them, its
-        largest scores `[B, Hq, Sq]`, in the units of the call.
+    Returns the node that runs it, its out `[B, Hq, Sq, Dv]`, its lse `[B, Hq, Sq]` and, if the call asks for them, its
+    largest scores `[B, Hq, Sq]`, in the units of the call.
     """
     problem = found.problem
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
@@ -192,7 +185,7 @@ def _emit_plan_of_lists(emit: Emitter, found: Analysis, mask: Mask) -> Node:
         torch.ops.magi.plan_lists.default,
         list(call.block_lists),
         [lists.block_rows, lists.block_keys] if call.block_lists else [],
-        *(emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))),
+        *call.emit_lengths(emit),
         *(problem.dtype, heads, problem.softcap, found.kernel.name),
         *short((problem.has_score, mask.intervals, list(mask.table) or None), 0),
     )
@@ -262,19 +255,11 @@ def lower_flex_attention(
     options: LoweringOptions = DEFAULTS,
     report: LoweringReport = REPORT,
 ) -> list[LoweredCall]:
-    """Replaces the FlexAttention calls of `root` and of the graphs inside it (checkpointed regions), in place.
+    """Replaces the FlexAttention calls of `root`, a graph as Dynamo hands it to a backend, and of the graphs inside it
+    (checkpointed regions), in place. Decisions are written to `report`.
 
-    Args:
-        root: a graph as Dynamo hands it to a backend.
-        options: see `LoweringOptions`.
-        report: where the decisions are written.
-
-    Returns:
-        What became of every FlexAttention call, but of those across ranks.
-
-    Raises:
-        LoweringRefusedError: a call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU,
-            where FlexAttention has none.
+    Returns what became of every FlexAttention call, but of those across ranks. Raises LoweringRefusedError where a
+    call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU, where FlexAttention has none.
     """
     # Without gradients: hooks for saved tensors, as those of a checkpoint that is around the compilation, must not see
     # the fake tensors of the rewrite.
@@ -309,8 +294,7 @@ def _lower_graph(
         elif call.needs_cpu_gradients:
             raise LoweringRefusedError(
                 f"cannot be {decision}\nand FlexAttention has no gradients on a CPU, so nothing can "
-                "run it; compute them on a GPU, or "
-                "change what is refused"
+                "run it; compute them on a GPU, or change what is refused"
             )
         table = () if mask is None else mask.table
         listed = call.block_lists if mask is not None and not (mask.ranges or table) else ()
@@ -326,12 +310,11 @@ def _replace(
     call: FlexCall, found: Analysis, masks: dict[Any, Mask], options: LoweringOptions
 ) -> tuple[Node, Mask]:
     emit = Emitter(call.node.graph, call.node)
-    sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
     route = found.route
     # A table is of all heads of its call, which those of another call may be more than.
-    way = (heads_of(call) if route.has_table else route.heads, route.lists is not None)
+    way = (call.heads if route.has_table else route.heads, route.lists is not None)
     lists = (call.block_lists, tuple(call.block_size))
-    key = (route.program.text, way, call.mask_buffers, lists, str(sizes))
+    key = (route.program.text, way, call.mask_buffers, lists, str(call.lengths))
     if key not in masks:
         masks[key] = emit_mask(emit, route, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])

@@ -11,7 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.lowering.emit import value_of
+from magi_compile.lowering.emit import Emitter, value_of
+from magi_compile.masks.evaluation.sizes import Heads
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 OURS = Path(__file__).parents[1]
@@ -73,6 +74,31 @@ class FlexCall:
     def block_size(self) -> list[int]:
         """Rows and keys of a block of the BlockMask."""
         return list(self.block_mask[-3:-1])
+
+    @property
+    def lengths(self) -> tuple[Any, Any, Any]:
+        """Batch entries, and queries and keys of one, as far as they are known."""
+        q, k = (value_of(node).shape for node in (self.q, self.k))
+        return q[0], q[2], k[2]
+
+    @property
+    def heads(self) -> Heads:
+        """The numbers of heads of q and of keys, which are static in every graph."""
+        return Heads(*(int(value_of(node).shape[1]) for node in (self.q, self.k)))
+
+    @property
+    def shapes(self) -> tuple[tuple[int | str, ...], tuple[int | str, ...]]:
+        """Those of q and k for readers; a size that is dynamic in the graph by its symbol."""
+        q, k = (
+            tuple(s if isinstance(s, int) else str(s) for s in value_of(node).shape)
+            for node in (self.q, self.k)
+        )
+        return q, k
+
+    def emit_lengths(self, emit: Emitter) -> tuple[Any, Any, Any]:
+        """`lengths` in the graph: nodes where they are dynamic."""
+        batch, seqlen_q = emit.size(self.q, 0), emit.size(self.q, 2)
+        return batch, seqlen_q, emit.size(self.k, 2)
 
     @property
     def mask_tables(self) -> list[Node]:

@@ -9,7 +9,7 @@ something or nothing: on a CPU the data decide in each run, on a GPU in the call
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -73,7 +73,7 @@ class MaskOfCall:
         names = [_compat.source_name(table) for table in call.mask_tables]
         captures = [value_of(buffer) for buffer in call.mask_buffers]
         program = read_graph(call.mask_mod, captures, names)
-        (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
+        batch, seqlen_q, seqlen_k = call.lengths
         symbols = [value_of(x) for x in call.mask_symbols]
         differs = not program.refusals and program.differs_by_head
         return cls(
@@ -81,7 +81,7 @@ class MaskOfCall:
             program,
             (_known(batch), _known(seqlen_q), _known(seqlen_k)),
             symbols if all(isinstance(symbol, int) for symbol in symbols) else None,
-            heads_of(call) if differs else ONE_MASK,
+            call.heads if differs else ONE_MASK,
         )
 
     @property
@@ -136,18 +136,8 @@ class MaskOfCall:
         seqlen_k: Any,
         apply: Callable[..., Any] = apply_now,
     ) -> Any:
-        """Room for the slices of intervals.
-
-        Args:
-            options: what the user asks for.
-            batch: number of batch entries, an int or what `apply` takes for one.
-            seqlen_q: number of queries of an entry, likewise.
-            seqlen_k: number of keys of an entry, likewise.
-            apply: computes `function(*args)`: at once, or by a node of a graph.
-
-        Returns:
-            The number of slices, for all entries and heads.
-        """
+        """Room for the slices of intervals, for all entries and heads. The sizes are ints, or what `apply` takes for
+        one, which computes `function(*args)`: at once, or by a node of a graph."""
         if options.slice_capacity is not None:
             capacity: Any = options.slice_capacity
         else:
@@ -165,43 +155,22 @@ def _known(size: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def heads_of(call: FlexCall) -> Heads:
-    """The numbers of heads of q and of keys, which are static in every graph."""
-    return Heads(*(int(value_of(x).shape[1]) for x in (call.q, call.k)))
-
-
 def period_reasons(mask: MaskOfCall) -> list[str]:
-    """Reasons against intervals for a mask that repeats along the keys, where there is an alternative.
-
-    Args:
-        mask: the mask.
-
-    Returns:
-        The reasons; none where intervals are the way to go.
-
-    Raises:
-        UnsupportedMaskError: a row sees more intervals than are representable.
-    """
+    """Reasons against intervals for a mask that repeats along the keys, where there is an alternative. Raises
+    UnsupportedMaskError where a row sees more intervals than are representable."""
     seqlen_k = mask.lengths[2]
     count, period = mask.max_intervals, mask.program.least_period(seqlen_k, mask.symbols)
     if period is None or not repeats_too_often(period, seqlen_k or MAX_SEQLEN):
         return []
     return [
         f"a row sees up to {count} key intervals, one in each period of {period} keys; with "
-        f"periods of fewer than {MIN_PERIOD} "
-        "keys FlexAttention is faster"
+        f"periods of fewer than {MIN_PERIOD} keys FlexAttention is faster"
     ]
 
 
 def refuse_without_data(mask: MaskOfCall) -> None:
-    """Checks now the order of computed tables that depend on no tensor: it is the same in every run.
-
-    Args:
-        mask: the mask.
-
-    Raises:
-        UnsupportedMaskError: the order of these tables is not what intervals need.
-    """
+    """Checks now the order of computed tables that depend on no tensor: it is the same in every run. Raises
+    UnsupportedMaskError where it is not what intervals need."""
     if mask.program.reads_tensors or not mask.program.columns:
         return
     if mask.intervals is None:
@@ -221,8 +190,7 @@ def reasons_for_bits(mask: MaskOfCall) -> tuple[str, ...]:
     if _compat.PERMUTED_TOKENS in map(_compat.source_name, call.mask_tables):
         return (
             "the mask is of tokens that a load balancer of PyTorch's context parallelism has "
-            "permuted; spread them with "
-            "magi_compile.dtensor.context_parallel, or pass the balancer to "
+            "permuted; spread them with magi_compile.dtensor.context_parallel, or pass the balancer to "
             "magi_compile.dtensor.plan(..., permutation=...)",
         )
     if program.refusals:
@@ -281,7 +249,7 @@ class MaskRoute:
             reasons = (*reasons, "block lists hide something of what its mask_mod shows")
         is_verifiable = mask.program.is_verifiable
         if reasons and is_verifiable and (_is_by_head(mask) or _lists_differ_by_head(call)):
-            heads = heads_of(call)
+            heads = call.heads
         # An op on a GPU would wait for the data.
         decides = not reasons and mask.varies and mask.is_on_cpu and is_verifiable
         obstacles = _room_reasons(mask.sizes(heads)) if reasons and not mask.is_on_cpu else ()
@@ -368,12 +336,11 @@ def _listed(mask: MaskOfCall) -> ListShape | None:
     call = mask.call
     if not call.block_lists or mask.heads != ONE_MASK or mask.program.by_keys:
         return None
-    (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
     lists = BlockLists(*map(value_of, call.block_lists))
     # A mask_mod that shows nothing says so, too: none at all would be for lists that say all.
     count = 0 if mask.program.is_always_true else max(mask.max_intervals, 1)
     block_size = [int(value_of(x)) for x in call.block_size]  # static from here on
-    return shape_of_lists(lists, block_size, (batch, seqlen_q, seqlen_k), count)
+    return shape_of_lists(lists, block_size, call.lengths, count)
 
 
 def _tabled(mask: MaskOfCall, options: LoweringOptions) -> ListShape | None:
@@ -390,17 +357,13 @@ def _tabled(mask: MaskOfCall, options: LoweringOptions) -> ListShape | None:
     captured = value_of(tables[found.look_up.args[0]])
     if has_reasons or captured.dtype != torch.bool:
         return None
-    (batch, heads, seqlen_q, _), (_, heads_kv, seqlen_k, _) = (
-        value_of(x).shape for x in (call.q, call.k)
-    )
-    of_call = MaskSizes(batch, seqlen_q, seqlen_k, Heads(int(heads), int(heads_kv)))
-    sizes = shape_of_table(found, captured.shape, of_call)
+    sizes = shape_of_table(found, captured.shape, MaskSizes(*call.lengths, call.heads))
     block_size = [int(value_of(x)) for x in call.block_size] if call.block_lists else []
-    if not has_table_of(sizes, block_size, (batch, seqlen_q, seqlen_k)):
+    if not has_table_of(sizes, block_size, call.lengths):
         return None
     lists = BlockLists(*map(value_of, call.block_lists)) if call.block_lists else None
     count = 0 if found.beside.is_always_true else max(beside.max_intervals, 1)
-    return shape_of_lists(lists, block_size, (batch, seqlen_q, seqlen_k), count, sizes)
+    return shape_of_lists(lists, block_size, call.lengths, count, sizes)
 
 
 def _lists_hide(mask: MaskOfCall) -> bool:
@@ -411,16 +374,13 @@ def _lists_hide(mask: MaskOfCall) -> bool:
         return False
     if any(node.op != "placeholder" for node in call.list_sources):
         return True
-    (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
-    lengths = [_compat.size_at_hand(x) for x in (batch, seqlen_q, seqlen_k)]
-    symbols, blocks = (
+    lengths, symbols, blocks = (
         [_compat.size_at_hand(value_of(x)) for x in sizes]
-        for sizes in (call.mask_symbols, call.block_size)
+        for sizes in (call.lengths, call.mask_symbols, call.block_size)
     )
     if not all(isinstance(x, int) for x in (*lengths, *symbols, *blocks)):
         return False
-    batch, seqlen_q, seqlen_k = lengths
-    sizes = MaskSizes(batch, seqlen_q, seqlen_k, mask.heads)
+    sizes = MaskSizes(*lengths)._replace(heads=mask.heads)
     with _compat.without_fake_tensors(), torch.no_grad():
         lists, tables = examples_of(call.list_sources), examples_of(call.table_sources)
         if lists is None or tables is None:
@@ -485,41 +445,28 @@ def emit_mask(emit: Emitter, route: MaskRoute, options: LoweringOptions) -> Mask
     is_by_lists = route.lists is not None and not route.reasons
     if is_by_lists and not (route.lists.intervals or route.has_table):  # type: ignore[union-attr]
         return Mask(())
-    has_bits = bool(route.reasons) or route.decides
-    op = torch.ops.magi.mask_bits.default if has_bits else torch.ops.magi.mask_slices.default
-    batch, seqlen_q, seqlen_k = (
-        emit.size(x, dim) for x, dim in ((call.q, 0), (call.q, 2), (call.k, 2))
-    )
-    capacity = 0
-    if not (route.reasons or is_by_lists):
-        capacity = route.mask.capacity(options, batch, seqlen_q, seqlen_k, emit.arithmetic)
-    of_program = call.mask_tables, call.mask_symbols, route.program.text
-    sizes, device = (batch, seqlen_q, seqlen_k), value_of(call.q).device
+    sizes, device = call.emit_lengths(emit), value_of(call.q).device
+
+    def derived(op: Any, room: Any, lists: Sequence[Any], *rest: Any) -> Node:
+        """The node of an op that evaluates the mask program."""
+        program = call.mask_tables, call.mask_symbols, route.program.text
+        return emit.call(op.default, *program, *sizes, room, device, *lists, options.verify, *rest)
+
     if is_by_lists:
         count = route.lists.intervals  # type: ignore[union-attr]
-        if route.has_table:
-            op = torch.ops.magi.mask_table.default
-            made = emit.call(
-                *(op, *of_program, *sizes, count, device, [], [], options.verify),
-                list(heads_of(call)),
-            )
-            table = tuple(emit.call(operator.getitem, made, i) for i in range(3))
-            intervals = emit.call(operator.getitem, made, 3) if count else None
-            return Mask((), intervals=intervals, table=table)
-        op = torch.ops.magi.mask_intervals.default
-        return Mask(
-            (), intervals=emit.call(op, *of_program, *sizes, count, device, [], [], options.verify)
-        )
-    slices = emit.call(
-        op,
-        *of_program,
-        *sizes,
-        capacity,
-        device,
-        list(call.block_lists),
-        call.block_size if call.block_lists else [],
-        options.verify,
-        *([list(route.heads)] if has_bits or route.is_by_head else []),
-    )
+        if not route.has_table:
+            return Mask((), intervals=derived(torch.ops.magi.mask_intervals, count, ([], [])))
+        made = derived(torch.ops.magi.mask_table, count, ([], []), list(call.heads))
+        table = tuple(emit.call(operator.getitem, made, i) for i in range(3))
+        intervals = emit.call(operator.getitem, made, 3) if count else None
+        return Mask((), intervals=intervals, table=table)
+    has_bits = bool(route.reasons) or route.decides
+    op = torch.ops.magi.mask_bits if has_bits else torch.ops.magi.mask_slices
+    capacity = 0
+    if not route.reasons:
+        capacity = route.mask.capacity(options, *sizes, emit.arithmetic)
+    lists = list(call.block_lists), call.block_size if call.block_lists else []
+    heads = [list(route.heads)] if has_bits or route.is_by_head else []
+    slices = derived(op, capacity, lists, *heads)
     ranges = tuple(emit.call(operator.getitem, slices, i) for i in range(3))
     return Mask(ranges, emit.call(operator.getitem, slices, 3) if has_bits else None)

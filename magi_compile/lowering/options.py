@@ -73,18 +73,8 @@ DEFAULTS = LoweringOptions()
 
 
 def options_of(function: str, given: dict[str, Any]) -> LoweringOptions:
-    """The options of keyword arguments.
-
-    Args:
-        function: whose arguments they are, for the message.
-        given: the arguments by name.
-
-    Returns:
-        Checked options.
-
-    Raises:
-        TypeError: an argument is not an option, or its value is of the wrong type.
-    """
+    """The options of the keyword arguments `given` to `function`. Raises TypeError where one is not an option, or its
+    value is of the wrong type."""
     known = [field.name for field in fields(LoweringOptions)]
     for name, value in given.items():
         if name not in known:
@@ -95,18 +85,9 @@ def options_of(function: str, given: dict[str, Any]) -> LoweringOptions:
 
 
 def split_options(options: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:
-    """Splits torch.compile's `options`.
-
-    Args:
-        options: what the user passed, or None.
-
-    Returns:
-        The options of the `magi.*` entries, and the other entries, which are the inner backend's.
-
-    Raises:
-        TypeError: a value is of the wrong type.
-        ValueError: an entry is neither an option of ours nor one of Inductor, or a value is none that its option takes.
-    """
+    """Splits torch.compile's `options` into those of the `magi.*` entries, and the other entries, which are the inner
+    backend's. Raises TypeError where a value is of the wrong type, and ValueError where an entry is neither an option
+    of ours nor one of Inductor, or a value is none that its option takes."""
     known = {PREFIX + field.name: field.name for field in fields(LoweringOptions)}
     ours, rest = {}, {}
     for key, value in (options or {}).items():

@@ -141,13 +141,8 @@ def _is_ours(node: Node) -> bool:
 def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
     """Takes the masks that come from outside out of a lowered graph, which gets an input for each of their tensors.
 
-    Args:
-        root: a graph of Dynamo, lowered. It stays as it is where there is such a mask, since Dynamo has more to read in
-            it.
-        example_inputs: what Dynamo gave for its inputs.
-
-    Returns:
-        The graph that is left, its inputs, and what stands in front of it.
+    `root` is a graph of Dynamo, which stays as it is where there is such a mask, since Dynamo has more to read in it.
+    `example_inputs` are what Dynamo gave for its inputs.
     """
     is_whole = len(root.graph.find_nodes(op="placeholder")) == len(example_inputs)
     if not is_whole or not any(map(_is_from_outside, root.graph.nodes)) or _writes_to_inputs(root):

@@ -75,12 +75,10 @@ def notice_eager_attention() -> None:
         "the function around it is compiled: "
         "the graph breaks there, in the mask_mod or the score_mod, or the code is excluded from compilation, Dynamo "
         "reached its recompile limit, or it leaves the function uncompiled, as under a dispatch "
-        "mode (FlopCounterMode) and, until "
-        "torch.compiler.reset(), after an error in an earlier call. "
+        "mode (FlopCounterMode) and, until torch.compiler.reset(), after an error in an earlier call. "
         + (f"Graph breaks so far: {'; '.join(breaks)}. " if breaks else "")
         + "A mask_mod must not print or branch on data. torch.compile with `fullgraph=True` raises "
-        "where a graph breaks; "
-        "TORCH_LOGS=graph_breaks,recompiles lists all places and reasons"
+        "where a graph breaks; TORCH_LOGS=graph_breaks,recompiles lists all places and reasons"
     )
     if options.strict:
         raise LoweringRefusedError(message)

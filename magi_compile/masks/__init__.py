@@ -13,7 +13,6 @@ from magi_compile.masks.evaluation.to_slices import (  # noqa: F401
 from magi_compile.masks.picture import plot
 from magi_compile.masks.program.program import MaskProgram  # noqa: F401
 from magi_compile.masks.program.read import TracedMask, trace_mask_mod  # noqa: F401
-from magi_compile.masks.program.trace import trace_graph  # noqa: F401
 from magi_compile.masks.selection import select_blocks
 from magi_compile.masks.shared_prefixes import PackedPrefixes, pack_shared_prefixes
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType

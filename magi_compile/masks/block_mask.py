@@ -25,7 +25,11 @@ from magi_compile.masks.evaluation.bit_blocks import (
     without_padding,
 )
 from magi_compile.masks.evaluation.bit_blocks import visible_blocks as blocks_of_mask_mod
-from magi_compile.masks.evaluation.block_lists import BlockLists, visible_blocks
+from magi_compile.masks.evaluation.block_lists import (
+    BlockLists,
+    counts_and_order,
+    visible_blocks,
+)
 from magi_compile.masks.evaluation.block_table import BlockTable, block_table
 from magi_compile.masks.evaluation.row_intervals import (
     RowIntervals,
@@ -125,21 +129,13 @@ def _visible_blocks(
 ) -> tuple[Tensor, Tensor]:
     """In which blocks some pair is visible, and in which all are: `[batch, 1 or nheads, q blocks, kv blocks]`; by
     intervals, or where there are none, by the mask_mod itself."""
-    sizes = {"batch": grid.batch, "seqlen_q": grid.seqlen_q, "seqlen_k": grid.seqlen_k}
-    reasons: Sequence[str] = ()
-    try:
-        traced = read_mask_mod(mask_mod, device)
-        intervals = exact_intervals(
-            traced.program, traced.tables, (), **sizes, heads=grid.heads, device=device
-        )
-        if intervals is not None:
-            _verify(traced, intervals)
-            return visible_blocks(intervals, rows, keys)
-        reasons = traced.program.refusals
-        if not _looks_at("h", traced):
-            grid = grid._replace(heads=ONE_MASK)
-    except UnsupportedMaskError as error:
-        reasons = error.reasons
+    traced, reasons = _read(mask_mod, device)
+    intervals = _exact(traced, grid.sizes, device)
+    if traced is not None and intervals is not None:
+        _verify(traced, intervals)
+        return visible_blocks(intervals, rows, keys)
+    if not _looks_at("h", traced):
+        grid = grid._replace(heads=ONE_MASK)
     with _evaluating(reasons):
         return blocks_of_mask_mod(mask_mod, grid, rows, keys, device)
 
@@ -161,18 +157,7 @@ def _evaluating(reasons: Sequence[str]) -> Iterator[None]:
 def one_block_mask(
     mask_mod: MaskMod, batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
 ) -> BlockMask:
-    """A BlockMask of one block, which its mask_mod says everything about.
-
-    Args:
-        mask_mod: what may attend to what.
-        batch: number of batch entries.
-        seqlen_q: rows of a batch entry.
-        seqlen_k: keys of a batch entry.
-        device: of the block lists.
-
-    Returns:
-        The BlockMask, for all heads.
-    """
+    """A BlockMask of one block, for all heads, which its mask_mod says everything about; its lists are on `device`."""
     from torch.nn.attention.flex_attention import BlockMask
 
     one = torch.ones(batch, 1, 1, dtype=torch.int32, device=device)
@@ -196,9 +181,7 @@ def one_block_mask(
 def _ordered(grid: Tensor, nheads: int) -> tuple[Tensor, Tensor]:
     """The numbers and indices of kv blocks of `grid [batch, 1 or nheads, q blocks, kv blocks]`, the others behind
     them."""
-    grid = grid.repeat(1, nheads // grid.shape[1], 1, 1)
-    indices = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
-    return grid.sum(-1, dtype=torch.int32), indices.to(torch.int32)
+    return counts_and_order(grid.repeat(1, nheads // grid.shape[1], 1, 1))
 
 
 def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> AttnSlices:
@@ -270,20 +253,10 @@ class Converted(NamedTuple):
 
 
 def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
-    """The slices of any BlockMask, with bit blocks where intervals cannot express it.
+    """The slices of any BlockMask, for `batch` entries and `heads`, with bit blocks where intervals cannot express it.
 
     Waits for the device if the mask is on a GPU. Beside a mask_mod that shows everything the block lists decide.
-
-    Args:
-        block_mask: made in any way.
-        batch: number of batch entries.
-        heads: how many q and keys have, for masks that differ between heads.
-
-    Returns:
-        The slices, and what the mask_mod looks at.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
+    Raises MaskDataError where the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
     """
     traced, reasons = _read(block_mask.mask_mod, block_mask.kv_num_blocks.device)
     return _converted(block_mask, batch, heads, traced, reasons)
@@ -291,19 +264,7 @@ def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> C
 
 def convert_whole_block_mask(block_mask: BlockMask) -> Converted:
     """`convert_any_block_mask` of the batch entries and heads that a BlockMask is made for, and no more entries than
-    have masks of their own.
-
-    Each of these heads reads keys of its own.
-
-    Args:
-        block_mask: made in any way.
-
-    Returns:
-        The slices, of which entries and heads they are, and of what the mask depends.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
-    """
+    have masks of their own. Each of these heads reads keys of its own. The result says of what the mask depends."""
     *_, batch, nheads = (1, 1, *block_mask.kv_indices.shape[:-2])
     traced, reasons = _read(block_mask.mask_mod, block_mask.kv_num_blocks.device)
     is_of_entry = _depends_on("b", traced)
@@ -316,26 +277,17 @@ def convert_whole_block_mask(block_mask: BlockMask) -> Converted:
 
 def _lists_differ_by_entry(block_mask: BlockMask) -> bool:
     """True if beside a mask_mod that may show everything the lists of batch entries differ."""
-    num_q, num_k = (
-        -(-seqlen // size)
-        for seqlen, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
-    )
-    return any(bool((x != x[:1]).any()) for x in _lists_of(block_mask).grids(num_q, num_k))
+    grids = _lists_of(block_mask).grids(*_num_blocks(block_mask))
+    return any(bool((x != x[:1]).any()) for x in grids)
 
 
 def beside_lists(block_mask: BlockMask, sizes: tuple[int, int, int]) -> RowIntervals | None:
-    """The key intervals beside block lists of which both hide something, or none if the lists say all. Waits for a GPU.
+    """The key intervals beside block lists of which both hide something, or none if the lists say all. Waits for a
+    GPU.
 
-    Args:
-        block_mask: made in any way.
-        sizes: batch entries, and queries and keys of one.
-
-    Returns:
-        The intervals of a mask that is the same for all heads, of which there may be none; None where the lists hide
-        nothing of what the mask_mod shows, or this has no intervals.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it, or it hides keys in a full block.
+    They are those of a mask that is the same for all heads; None where the lists hide nothing of what the mask_mod
+    shows, or this has no intervals. `sizes` are batch entries, and queries and keys of one. Raises MaskDataError where
+    the mask_mod's captured tensors mean nothing to it, or it hides keys in a full block.
     """
     device = block_mask.kv_num_blocks.device
     traced, _ = _read(block_mask.mask_mod, device)
@@ -345,12 +297,10 @@ def beside_lists(block_mask: BlockMask, sizes: tuple[int, int, int]) -> RowInter
     if traced.program.is_always_true:
         nothing = torch.empty(0, batch, seqlen_q, dtype=torch.int32, device=device)
         return RowIntervals(nothing, nothing, seqlen_k)
-    program, lengths = traced.program, {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    program = traced.program
     if tuple(block_mask.seq_lengths) != sizes[1:] or program.refusals or program.differs_by_head:
         return None
-    intervals = exact_intervals(
-        program, traced.tables, (), **lengths, heads=ONE_MASK, device=device
-    )
+    intervals = _exact(traced, MaskSizes(*sizes), device)
     if intervals is None or intervals.by_keys or not lists_hide(block_mask, intervals):
         return None
     _verify(traced, intervals)
@@ -369,17 +319,9 @@ def table_beside_lists(
 ) -> TableBeside | None:
     """The block table of a BlockMask whose mask_mod looks up blocks of queries and keys. Waits for a GPU.
 
-    Args:
-        block_mask: made in any way.
-        sizes: batch entries, and queries and keys of one.
-        heads: of q and of keys.
-
-    Returns:
-        The table and the intervals of all heads; None of other masks, and where data are not in the order that
-        intervals need.
-
-    Raises:
-        MaskDataError: the mask_mod's captured tensors mean nothing to it.
+    It has the intervals of all heads beside it; None of other masks, and where data are not in the order that
+    intervals need. `sizes` are batch entries, and queries and keys of one. Raises MaskDataError where the mask_mod's
+    captured tensors mean nothing to it.
     """
     device = block_mask.kv_num_blocks.device
     traced, _ = _read(block_mask.mask_mod, device)
@@ -393,8 +335,7 @@ def table_beside_lists(
     for check in checks:
         check.raise_if_broken()
     if not found.beside.is_always_true:
-        of_one = of_heads._replace(heads=ONE_MASK)._asdict()
-        intervals = exact_intervals(found.beside, traced.tables, (), **of_one, device=device)
+        intervals = exact_intervals(found.beside, traced.tables, (), MaskSizes(*sizes), device)
         if intervals is None or intervals.by_keys:
             return None
     known_as = f"table of {traced.program.text}"
@@ -414,6 +355,15 @@ def _read(mask_mod: MaskMod, device: torch.device) -> tuple[TracedMask | None, t
     return traced, traced.program.refusals
 
 
+def _exact(
+    traced: TracedMask | None, sizes: MaskSizes, device: torch.device
+) -> RowIntervals | None:
+    """`exact_intervals` of a mask_mod that captures no ints; None of one that could not be read."""
+    if traced is None:
+        return None
+    return exact_intervals(traced.program, traced.tables, (), sizes, device)
+
+
 def _converted(
     block_mask: BlockMask,
     batch: int,
@@ -425,15 +375,12 @@ def _converted(
     device, (seqlen_q, seqlen_k) = block_mask.kv_num_blocks.device, block_mask.seq_lengths
     mask_mod, watched = block_mask.mask_mod, traced.watched if traced else None
     is_everything = traced is not None and traced.program.is_always_true
+    grid = Grid(batch, heads, seqlen_q, seqlen_k)
     if traced is not None and not is_everything:
-        sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        intervals = exact_intervals(
-            traced.program, traced.tables, (), **sizes, heads=heads, device=device
-        )
+        intervals = _exact(traced, grid.sizes, device)
         if intervals is not None and not lists_hide(block_mask, intervals):
             is_by_head = intervals.heads != ONE_MASK
             return Converted(_agreed(traced, intervals, block_mask), watched, is_by_head)
-    grid = Grid(batch, heads, seqlen_q, seqlen_k)
     listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid)
     is_by_head = listed.differ_by_head or (not is_everything and _looks_at("h", traced))
     if is_everything and not is_by_head:
@@ -450,37 +397,23 @@ def convert_mask_mod(
     """The slices of a mask_mod of the first batch entry and head, without a BlockMask, with bit blocks where intervals
     cannot express it.
 
-    Nothing waits for a GPU where the mask_mod captures no tensor on one, and makes none there.
-
-    Args:
-        mask_mod: what may attend to what.
-        seqlen_q: rows.
-        seqlen_k: keys.
-        device: of b, h, q and kv, as the mask_mod sees them.
-
-    Returns:
-        The slices, where the captured tensors are; on the CPU where the mask_mod only compares b, h, q and kv.
-
-    Raises:
-        UnsupportedMaskError: the mask_mod can be neither read nor evaluated.
-        MaskDataError: captured tensors are not as the mask_mod needs them.
+    They are where the captured tensors are, or on the CPU where the mask_mod only compares b, h, q and kv, which it
+    sees on `device`. Nothing waits for a GPU where the mask_mod captures no tensor on one, and makes none there.
+    Raises UnsupportedMaskError where the mask_mod can be neither read nor evaluated, and MaskDataError where captured
+    tensors are not as it needs them.
     """
     traced, reasons = _read(mask_mod, device)
     place = device if traced is None else _place_of(traced, device)
     watched = None if traced is None else traced.watched
     depends = {"is_of_entry": _depends_on("b", traced), "is_of_head": _depends_on("h", traced)}
-    if traced is not None:
-        sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        with without_autograd():
-            intervals = exact_intervals(
-                traced.program, traced.tables, (), **sizes, heads=ONE_MASK, device=place
-            )
-        if intervals is not None:
-            _verify(traced, intervals)
-            with without_autograd():
-                slices = slices_from_intervals(intervals)
-            return Converted(slices, watched, **depends)
     grid = Grid(1, ONE_MASK, seqlen_q, seqlen_k)
+    with without_autograd():
+        intervals = _exact(traced, grid.sizes, place)
+    if traced is not None and intervals is not None:
+        _verify(traced, intervals)
+        with without_autograd():
+            slices = slices_from_intervals(intervals)
+        return Converted(slices, watched, **depends)
     with _evaluating(reasons):
         slices = slices_with_bits(mask_mod, grid, None, place)
     return Converted(without_padding(slices), watched, **depends)
@@ -498,14 +431,12 @@ def _intervals_of(
     traced: TracedMask, batch: int, lengths: tuple[int, int], device: torch.device
 ) -> RowIntervals:
     """Checked."""
-    seqlen_q, seqlen_k = lengths
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    intervals = exact_intervals(
-        traced.program, traced.tables, (), **sizes, heads=ONE_MASK, device=device
-    )
+    sizes = MaskSizes(batch, *lengths)
+    intervals = _exact(traced, sizes, device)
     if intervals is not None:
         return intervals
-    intervals = row_intervals(traced.program, traced.tables, (), **sizes, heads=None, device=device)
+    of_all_heads = {**sizes._asdict(), "heads": None}
+    intervals = row_intervals(traced.program, traced.tables, (), **of_all_heads, device=device)
     if not traced.program.reads_tensors:
         refuse_broken(intervals.checks)
     intervals.check()
@@ -538,7 +469,7 @@ def _verify(traced: TracedMask, intervals: RowIntervals) -> None:
 def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
     """All keys of all listed blocks."""
     (seqlen_q, seqlen_k), (rows, keys) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
-    partial, full = _lists_of(block_mask).grids(-(-seqlen_q // rows), -(-seqlen_k // keys))
+    partial, full = _lists_of(block_mask).grids(*_num_blocks(block_mask))
     listed = partial | full
     if not bool((listed == listed[:, :1]).all()):
         raise UnsupportedMaskError(["the block lists of `block_mask` differ between heads"])
@@ -572,13 +503,16 @@ def _depends_on(index: str, traced: TracedMask | None) -> bool:
     return index in traced.program.expr.variables
 
 
+def _num_blocks(block_mask: BlockMask) -> tuple[int, int]:
+    """The q blocks and the kv blocks of a head."""
+    (seqlen_q, seqlen_k), (rows, keys) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    return -(-seqlen_q // rows), -(-seqlen_k // keys)
+
+
 def _lists_of(block_mask: BlockMask) -> BlockLists:
     """The lists of `block_mask`, whose indices must be blocks of the mask."""
     lists = BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields))
-    num_q, num_k = (
-        -(-seqlen // size)
-        for seqlen, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
-    )
+    num_q, num_k = _num_blocks(block_mask)
     for counts, name in ((0, "kv_indices"), (2, "full_kv_indices")):
         num_blocks, indices = lists[counts], getattr(lists, name)
         if num_blocks is None:

@@ -24,14 +24,7 @@ class UnsupportedMaskError(NotImplementedError):
 
 
 def refuse_broken(checks: Iterable[MaskCheck]) -> None:
-    """Raises for checks that fail of a mask without data: they always will.
-
-    Args:
-        checks: of values that depend on no data.
-
-    Raises:
-        UnsupportedMaskError: with what fails.
-    """
+    """Raises UnsupportedMaskError for checks that fail of a mask without data: they always will."""
     reasons = []
     for check in checks:
         try:

@@ -38,16 +38,8 @@ class Rects(NamedTuple):
 
     @classmethod
     def from_ranges(cls, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor) -> Rects:
-        """The rects of slices, rows being queries.
-
-        Args:
-            q_ranges: integers `[num_slices, 2]`, half-open row ranges.
-            k_ranges: integers `[num_slices, 2]`, half-open key ranges.
-            mask_types: integers `[num_slices]`, values of `MaskType`.
-
-        Returns:
-            As many rects, not trimmed.
-        """
+        """The rects of slices, rows being queries, not trimmed: of integers `q_ranges` and `k_ranges [num_slices, 2]`,
+        half-open, and `mask_types [num_slices]`, values of `MaskType`."""
         (q_begin, q_end), (k_begin, k_end) = q_ranges.unbind(-1), k_ranges.unbind(-1)
         return cls.from_bounds(q_begin, q_end, k_begin, k_end, mask_types)
 
@@ -128,13 +120,8 @@ class Rects(NamedTuple):
         return lo, torch.minimum(self.col_end, row + self.diag_hi)
 
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All rows of trimmed rects, one rect after another: each row, and the columns `[lo, hi)` that it sees.
-
-        Waits for the device.
-
-        Returns:
-            int64 `[num_rows]` of rows, of `lo` and of `hi`.
-        """
+        """All rows of trimmed rects, one rect after another: int64 `[num_rows]` of rows, and of the columns `[lo, hi)`
+        that each sees. Waits for the device."""
         num_rows = self.row_end - self.row_begin
         owner = torch.repeat_interleave(num_rows)
         first = self.row_begin - (num_rows.cumsum(0) - num_rows)
@@ -252,13 +239,10 @@ class Rects(NamedTuple):
         return thrice.clipped(torch.cat(cuts), torch.cat([*cuts[1:], self.row_end]))
 
     def cut_at(self, rows: Tensor) -> tuple[Rects, Tensor]:
-        """Each rect cut at all of the sorted `rows` that lie inside it; its other bounds stay those of the whole.
+        """Each rect cut at all of the sorted `rows`, int64, that lie inside it; its other bounds stay those of the
+        whole.
 
-        Args:
-            rows: int64 `[num_cuts]`, ascending.
-
-        Returns:
-            The pieces, those of one rect after another, and int64 `[num_pieces]`: which rect each is of.
+        Returns the pieces, those of one rect after another, and int64 `[num_pieces]`: which rect each is of.
         """
         first = torch.searchsorted(rows, self.row_begin, right=True)
         num_pieces = 1 + torch.searchsorted(rows, self.row_end) - first

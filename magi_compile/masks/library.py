@@ -378,8 +378,7 @@ def tree(
         if parent != -1 and not path:
             raise ValueError(
                 f"`parents` must be depth first, with the node in front of node {node} or one above "
-                "that as its parent, or -1, "
-                f"got {parent}"
+                f"that as its parent, or -1, got {parent}"
             )
         path.append(node)
     below = torch.tensor(ends, dtype=torch.int32, device="cpu")

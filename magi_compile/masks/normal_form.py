@@ -33,14 +33,8 @@ def strips(rects: Rects, extra_cuts: Tensor | None = None) -> Strips:
     """The sweep over rows that finds overlaps and neighbours, in O(n log n) for n rects after the cuts.
 
     Two rects overlap exactly if some gap is negative: edges are straight, so a gap is smallest in the first or the
-    last row.
-
-    Args:
-        rects: trimmed and straight, all with area.
-        extra_cuts: int64 `[num_cuts]`, rows to cut at besides the borders of the rects.
-
-    Returns:
-        The pieces and the gaps between them.
+    last row. The rects are trimmed and straight, all with area. `extra_cuts` are rows, int64, to cut at besides their
+    borders.
     """
     borders = [rects.row_begin, rects.row_end] + ([] if extra_cuts is None else [extra_cuts])
     pieces, owner = rects.cut_at(torch.unique(torch.cat(borders)))
@@ -71,18 +65,13 @@ def find_overlap(rects: Rects) -> tuple[int, int] | None:
 
 
 def normal_form(rects: Rects) -> Rects:
-    """The same area as one canonical list of straight rects, sorted by (row, column).
+    """The same area as one canonical list of trimmed, straight rects, all with area, sorted by (row, column).
 
     Canonical, because it depends on nothing but what each row sees: its maximal column intervals. An interval
-    continues in the next row where both of its edges stand still or move by one; maximal intervals are never
-    adjacent, so at most one interval continues another. The chains found this way are cut, from the top
-    down, as late as possible, which gives the fewest rects per chain.
-
-    Args:
-        rects: trimmed and straight, some maybe without area; they do not overlap.
-
-    Returns:
-        Trimmed, straight rects, all with area.
+    continues in the next row where both of its edges stand still or move by one; maximal intervals are never adjacent,
+    so at most one interval continues another. The chains found this way are cut, from the top down, as late as
+    possible, which gives the fewest rects per chain. The given rects, trimmed and straight, some maybe without area,
+    do not overlap.
     """
     is_in_order = (rects.row_end[:-1] <= rects.row_begin[1:]).all() & rects.has_area().all()
     if len(rects.row_begin) and bool(is_in_order):  # as most that are made row by row

@@ -109,8 +109,7 @@ class AttnSlices:
                 raise ValueError(f"`{name}` must have shape [{expected}], got {list(tensor.shape)}")
             if tensor.device != self.q_ranges.device:
                 raise ValueError(
-                    f"`{name}` must be on the device of `q_ranges` ({self.q_ranges.device}), "
-                    f"got {tensor.device}"
+                    f"`{name}` must be on the device of `q_ranges` ({self.q_ranges.device}), got {tensor.device}"
                 )
         for name in ("seqlen_q", "seqlen_k"):
             value = getattr(self, name)
@@ -153,9 +152,8 @@ class AttnSlices:
         )
         if bits is not None:
             values["bits"] = bits
-        if (
-            torch.compiler.is_compiling()
-        ):  # Dynamo of PyTorch 2.11 cannot follow the other way, which is quicker
+        # Dynamo of PyTorch 2.11 cannot follow the other way, which is quicker.
+        if torch.compiler.is_compiling():
             for name, value in values.items():
                 object.__setattr__(slices, name, value)
         else:
@@ -347,8 +345,7 @@ class AttnSlices:
         if self.bits is not None:
             raise ValueError(
                 "slices must have no bit blocks where they are cut, merged or compared, got "
-                f"{len(self.bits)}; `to_dense` and `area` "
-                "take them"
+                f"{len(self.bits)}; `to_dense` and `area` take them"
             )
         self.check_writes()
         kept = self._kept_rects()
@@ -477,10 +474,7 @@ class AttnSlices:
 
     def __repr__(self) -> str:
         count = f"{len(self)} slice{'' if len(self) == 1 else 's'}"
-        return (
-            f"AttnSlices({count}, seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, "
-            f"device='{self.device}')"
-        )
+        return f"AttnSlices({count}, seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, device='{self.device}')"
 
     def area(self) -> int:
         """The number of visible (row, key) pairs; exact. Waits for the device if the slices are on a GPU."""

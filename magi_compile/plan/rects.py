@@ -47,20 +47,14 @@ def joined(rects: Rects) -> Rects:
 
 
 def down_the_steps(rects: Rects, most_steps: int | None = None) -> Rects:
-    """Cuts staircases in a list of trimmed rects by columns instead of rows.
-    The area and the number of rects stay the same.
+    """Cuts staircases in a list of trimmed rects, sorted by `by_column`, by columns instead of rows. The area and the
+    number of rects stay the same.
 
     The steps of a staircase are rects without diagonals. Each begins where the one before it ends, sees the columns of
     that one, and more to the right. Afterwards each rect has the columns that its step adds, and reaches down to the
     last row of the staircase. A column then meets one rect, and a row as many as there are steps above it, at most
-    `most_steps`; before, it was the other way round. A tile across a step walks the columns that both steps share once.
-
-    Args:
-        rects: sorted by `by_column`.
-        most_steps: after how many steps a staircase is cut; None for never.
-
-    Returns:
-        As many rects.
+    `most_steps` where it is given; before, it was the other way round. A tile across a step walks the columns that
+    both steps share once.
     """
     index = torch.arange(rects.row_begin.numel(), device=rects.row_begin.device)
     is_full = (rects.diag_lo == -NO_DIAG) & (rects.diag_hi == NO_DIAG)

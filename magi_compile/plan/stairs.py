@@ -69,17 +69,9 @@ def find_stairs(
 ) -> Stairs:
     """Joins runs of a tile that are stairs, in the first `NUM_LANES` of a tile.
 
-    Args:
-        run_tile: the tile of each run, `num_tiles` for padding.
-        runs: trimmed, sorted by tile, row and column, padding behind; those of a tile do not overlap.
-        num_tiles: how many tiles there are.
-        tile_rows: how many rows a tile has at most.
-        block_cols: how many columns a block has.
-        edge_rows: how many rows have edges: all, or none, and then there are no stairs.
-        exact: whether the result has no padding; else it is as long as `runs`.
-
-    Returns:
-        The runs, some of which are stairs now.
+    The runs are trimmed, sorted by tile, row and column, padding behind; those of a tile do not overlap. `run_tile` is
+    the tile of each, `num_tiles` for padding. All rows have edges, or none, and then there are no stairs: `edge_rows`.
+    Where `exact`, the result has no padding; else it is as long as `runs`.
     """
     common_begin, common_end = runs.common_begin(), runs.common_end()
     if not has_stairs(edge_rows):

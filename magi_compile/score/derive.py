@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.functions.names import is_in_place, name_of
+from magi_compile.functions.names import first_line, is_in_place, name_of
 from magi_compile.functions.text import SourceError, function_text, in_ops
 from magi_compile.score.evaluate import on_grid
 from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
@@ -25,20 +25,9 @@ def refuse(reason: str) -> NoReturn:
 
 
 def derive(body: GraphModule, given: list[Tensor], num_symbols: int, mode: Any) -> str:
-    """The functions of a program.
-
-    Args:
-        body: of the arguments, the tensors that it looks values up in, and ints.
-        given: an example of each argument and each tensor, of `mode`.
-        num_symbols: how many ints it takes.
-        mode: a `symbolic_fake_mode`.
-
-    Returns:
-        The code of a `ScoreProgram`.
-
-    Raises:
-        UnsupportedScoreModError: it is no pointwise function.
-    """
+    """The code of a `ScoreProgram`: of `body`, a function of the arguments, the tensors that it looks values up in,
+    and `num_symbols` ints. `given` is an example of each argument and each tensor, of `mode`, a `symbolic_fake_mode`.
+    Raises UnsupportedScoreModError where it is no pointwise function."""
     symbols = [_compat.symbolic_int(mode, f"s{i}") for i in range(num_symbols)]
     whole = _traced(body, [*given, *symbols], mode)
     _clean(whole)
@@ -68,8 +57,7 @@ def _traced(function: Callable[..., Any], arguments: list[Any], mode: Any) -> Gr
     except UnsupportedScoreModError:
         raise
     except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else repr(error)
-        refuse(f"it cannot be followed: {text}")
+        refuse(f"it cannot be followed: {first_line(error)}")
 
 
 def _clean(gm: GraphModule) -> None:
@@ -89,11 +77,8 @@ def _clean(gm: GraphModule) -> None:
 
 
 def _take_look_ups(whole: GraphModule) -> tuple[list[str], dict[str, Tensor]]:
-    """Replaces what the graph looks up in its tensors by inputs.
-
-    Returns:
-        The functions of their indices, and an example of each, by name.
-    """
+    """Replaces what the graph looks up in its tensors by inputs. Returns the functions of their indices, and an
+    example of each, by name."""
     graph = whole.graph
     texts: list[str] = []
     examples: dict[str, Tensor] = {}
@@ -228,5 +213,4 @@ def _try_out(code: str, examples: dict[str, Any], mode: Any) -> None:
             with mode, torch.no_grad(), _compat.vmap_in_ops():
                 on_grid(function, values)
         except Exception as error:
-            text = str(error).splitlines()[0] if str(error) else repr(error)
-            refuse(f"`{name}` cannot be evaluated for many pairs: {text}")
+            refuse(f"`{name}` cannot be evaluated for many pairs: {first_line(error)}")

@@ -106,7 +106,6 @@ class Tile:
             found = int(index.expand(is_wrong.shape)[is_wrong][0])
             raise IndexError(
                 f"the score_mod `{self.program}` must look up what is there, but index {found} is out "
-                f"of bounds for dimension {dim} of "
-                f"t{look.table} with size {size}"
+                f"of bounds for dimension {dim} of t{look.table} with size {size}"
             )
         return torch.where(is_out, 0, index)

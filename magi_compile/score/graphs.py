@@ -25,12 +25,7 @@ class FunctionGraph(NamedTuple):
 
 
 class ScoreGraphs:
-    """The functions of one program, each traced when it is first asked for.
-
-    Args:
-        program: what is traced.
-        dtypes: of the captured tensors.
-    """
+    """The functions of one program, for captured tensors of these `dtypes`, each traced when it is first asked for."""
 
     def __init__(self, program: ScoreProgram, dtypes: Sequence[torch.dtype]):
         self._functions = program.functions

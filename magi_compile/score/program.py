@@ -77,17 +77,7 @@ class ScoreProgram:
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> ScoreProgram:
-        """Reads a program's `text`.
-
-        Args:
-            text: of another program.
-
-        Returns:
-            A program that equals that one.
-
-        Raises:
-            ValueError: `text` is not a score program.
-        """
+        """Reads the `text` of a program. Raises ValueError where it is none."""
         title, *lines = text.split(_END_OF_LINE)
         program = ScoreProgram(title, "".join(f"{line}\n" for line in lines))
         if not any(line.startswith("def score(") for line in lines):

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.functions.names import INDICES, is_in_place, is_random, name_of
+from magi_compile.functions.names import (
+    INDICES,
+    first_line,
+    is_in_place,
+    is_random,
+    name_of,
+    result_of,
+)
 from magi_compile.functions.record import UnreadableError, record
 from magi_compile.functions.text import needed_for, run, title_of
 from magi_compile.score.derive import derive, refuse
@@ -65,17 +72,8 @@ class TracedScore(NamedTuple):
 
 
 def trace_score_program(score_mod: Callable[..., Any], device: torch.device) -> TracedScore:
-    """Calls `score_mod(score, b, h, q_idx, kv_idx)` once, with symbols that stand for tensors.
-
-    Args:
-        score_mod: what FlexAttention takes.
-        device: of the tensors of the attention.
-
-    Returns:
-        The program and its tensors.
-
-    Raises:
-        UnsupportedScoreModError: it is no pointwise function; the message says what it does.
+    """Calls `score_mod(score, b, h, q_idx, kv_idx)` once, with symbols that stand for tensors on `device`: the program
+    and its tensors. Raises UnsupportedScoreModError where it is no pointwise function; the message says what it does.
     """
     arguments = {
         name: torch.empty((), dtype=dtype, device="meta") for name, dtype in _dtypes().items()
@@ -96,20 +94,9 @@ def _dtypes() -> dict[str, torch.dtype]:
 def read_score_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str], device: torch.device
 ) -> ScoreRead:
-    """Reads the graph of a score_mod.
-
-    Args:
-        graph: its placeholders are score, b, h, q_idx, kv_idx, then the captured values.
-        captures: the captured values, tensors (real or fake) and ints.
-        names: what the user calls the captured tensors.
-        device: of the tensors.
-
-    Returns:
-        The program, and the nodes of `graph` that give what it takes.
-
-    Raises:
-        UnsupportedScoreModError: it is no pointwise function; the message says what it does.
-    """
+    """Reads the graph of a score_mod, whose placeholders are score, b, h, q_idx, kv_idx, then the captured values
+    `captures`: tensors (real or fake) and ints. `names` are the user's of the captured tensors, `device` is that of
+    the attention. Raises UnsupportedScoreModError where it is no pointwise function; the message says what it does."""
     graph = graph.graph if isinstance(graph, GraphModule) else graph
     return _Reader(graph, captures, names, device).read()
 
@@ -126,11 +113,7 @@ class _Reader:
             raise ValueError(
                 f"`captures` must have {len(captured)} entries, one for each captured value, got {len(captures)}"
             )
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        result: Any = output.args[0]
-        if isinstance(result, (tuple, list)) and len(result) == 1:
-            (result,) = result
-        self.result = result
+        self.result = result_of(graph)
         self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         self.captured = dict(zip(captured, captures, strict=True))
         tensors = [node for node in captured if isinstance(self.captured[node], Tensor)]
@@ -203,8 +186,7 @@ class _Reader:
                 with mode:
                     examples[node] = run(node, args, kwargs)
             except Exception as error:
-                text = str(error).splitlines()[0] if str(error) else repr(error)
-                refuse(f"`{name_of(node.target)}` cannot be followed: {text}")
+                refuse(f"`{name_of(node.target)}` cannot be followed: {first_line(error)}")
         return examples
 
     def _split(self, nodes: list[Node], examples: dict[Node, Any]) -> tuple[list[Node], list[Node]]:

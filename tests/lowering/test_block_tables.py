@@ -18,6 +18,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile import MaskDataError
 from magi_compile.kernels import select
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.sm90 import kernel as hopper_kernel
 from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.lowering import masks
 from magi_compile.lowering.flex import lower_flex_attention
@@ -28,6 +29,7 @@ from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.ops import library
 from magi_compile.ops.masks import plan_lists
 from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.plan.torch_walks import plan_of_lists
 from tests.support.deterministic import deterministic_algorithms
 
 BATCH, HEADS, HEADS_KV, LENGTH_Q, LENGTH_K, DIM = 1, 4, 2, 300, 330, 64
@@ -52,6 +54,7 @@ def hopper(compiled, monkeypatch):
 
     for module in (select, library):
         monkeypatch.setattr(module, "problem_on", problem_on)
+    monkeypatch.setattr(hopper_kernel, "plan_of_lists", plan_of_lists)
     monkeypatch.setattr(masks.MaskOfCall, "is_on_cpu", False)
     library.chosen_for.cache_clear()
     found = SimpleNamespace(notes=[])

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from magi_compile.plan.block_map import MOST_SORTED, ListShape, MapWalkShape, walk_of_lists
+from magi_compile.plan.block_map import MOST_SORTED, ListShape, MapWalkShape
 from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS
+
+from .torch_walks import walk_of_lists
 
 # batch, heads, seqlen_q, seqlen_k, rows and keys of a block.
 SHAPES = [

@@ -23,10 +23,8 @@ from magi_compile.kernels.base import (
     Saved,
     output_like,
 )
-from magi_compile.kernels.cpu.piece_mask import PieceMask, has_scores
-from magi_compile.kernels.cpu.pieces import Piece, cut, plan_pieces
-from magi_compile.kernels.cpu.scores import ScoredTiles
-from magi_compile.kernels.cpu.softmax import Partial, attention_of_scores
+from magi_compile.kernels.cpu.pieces import Piece, PieceMask, cut, has_scores, plan_pieces
+from magi_compile.kernels.cpu.scores import Partial, ScoredTiles, attention_of_scores
 from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.kernels.plan import Plan, other_kernel
 from magi_compile.kernels.scored import ScoreNeeds

@@ -1,15 +1,33 @@
-"""Score programs on tiles of the score matrix."""
+"""Attention by scores that exist in memory, as the CPU kernel has them with a soft-cap, a score program or a wish for
+the largest ones; and score programs on tiles of the score matrix."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Saved
-from magi_compile.kernels.cpu.piece_mask import PieceMask
-from magi_compile.kernels.cpu.softmax import Partial, attention_of_scores
+from magi_compile.kernels.cpu.pieces import PieceMask
 from magi_compile.score.evaluate import Tile
 from magi_compile.score.program import ScoreCall
+
+
+class Partial(NamedTuple):
+    """The results of a piece of the mask: `[nheads_kv, qhead_per_kvhead, rows, head_dim_v]` and, of the others, without
+    the last dimension."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor | None = None  # where the problem asks for them
+
+
+def attention_of_scores(scores: Tensor, v: Tensor, problem: AttnProblem) -> Partial:
+    """The attention of fp32 scores, -inf where nothing is visible."""
+    lse = torch.logsumexp(scores, -1)
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return Partial(p @ v.float(), lse, scores.amax(-1) if problem.has_max_scores else None)
 
 
 class ScoredTiles:

@@ -72,21 +72,6 @@ def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Tensor:
     return torch.stack([seen & ~full, full])
 
 
-def lists_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row block the column blocks that it sees a part of, and those that it sees as a whole.
-
-    Args:
-        blocks: bool `[2, row blocks, column blocks]`, partly and wholly seen.
-
-    Returns:
-        int32 `[2, row blocks]`, how many of both sorts, and int32 `[2, row blocks, column blocks]`, their numbers in
-        increasing order, and behind them those of all other blocks.
-    """
-    listed = blocks.byte().contiguous()
-    indices = listed.argsort(dim=-1, descending=True, stable=True)
-    return listed.sum(-1, dtype=torch.int32), indices.int()
-
-
 def unrolled_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
     """The bounds of every row beside one another: int32 `[padded_rows * 2 * most]`,
     begin and end of one interval after another.

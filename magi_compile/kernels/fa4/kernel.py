@@ -24,7 +24,6 @@ from magi_compile.kernels.fa4.intervals import (
     Intervals,
     blocks_of,
     intervals_of_rects,
-    lists_of,
     searched_bounds,
     unrolled_bounds,
 )
@@ -38,6 +37,7 @@ from magi_compile.kernels.heuristics import (
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan import Plan, PlanTiles, check_tiles, other_kernel
 from magi_compile.kernels.triton import TritonKernel
+from magi_compile.masks.evaluation.block_lists import counts_and_order
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.score.program import ScoreCall
 
@@ -157,7 +157,8 @@ class Fa4Kernel:
             facts = _Facts(0, tiles, by_query.most, by_key.most)
             q_blocks = blocks_of(by_query, tiles.q_tile_rows, tiles.q_block_cols)
             k_blocks = blocks_of(by_query, tiles.k_block_cols, tiles.k_tile_rows).mT
-            tensors = [_bounds(by_query), *lists_of(q_blocks), _bounds(by_key), *lists_of(k_blocks)]
+            lists = [_bounds(by_query), *counts_and_order(q_blocks)]
+            tensors = [*lists, _bounds(by_key), *counts_and_order(k_blocks)]
         is_there = slices.device.type == problem.device_type
         device = slices.device if is_there else torch.device(problem.device_type)
         return facts.with_tensors(*(x.to(device) for x in tensors))

@@ -28,17 +28,9 @@ class Native(NamedTuple):
 
 
 def native_mask(intervals: Intervals, least_rows: int) -> Native | None:
-    """The mask that `intervals` are, where flash-attn-4 has it; None where it has not. Waits once,
-    and for packed documents only.
-
-    Args:
-        intervals: the keys of every query.
-        least_rows: how many rows documents have on average, at least: of shorter ones several share a block of a block
-            list.
-
-    Returns:
-        The arguments of flash-attn-4 for it, or None.
-    """
+    """The mask that `intervals`, the keys of every query, are, where flash-attn-4 has it; None where it has not. Waits
+    once, and for packed documents only. These have at least `least_rows` rows on average: of shorter ones several
+    share a block of a block list."""
     _, begin, end, num_rows, num_cols, most = intervals
     if most != 1 or len(begin) != num_rows:  # some row sees nothing, or more than one interval
         return None

@@ -215,55 +215,6 @@ def begin_tile(walk, nheads):
     return tile, head, tl.load(tile), tl.load(tile + 1)
 
 
-@triton.jit
-def attend_block(
-    state,
-    q,
-    k_rows,
-    v_rows,
-    col,
-    interval,
-    queries,
-    score,
-    walk,
-    S: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    SCORES: tl.constexpr,
-):
-    """One step of online softmax: the rows of the tile meet the keys from `col` on."""
-    acc, row_sum, row_max = state
-    cols = col + tl.arange(0, S.block_cols)
-    live = cols < interval[2]
-    visible = None
-    if SCORES is not None:
-        visible = is_visible(cols, interval, walk, S, False)
-    k = load_rows(k_rows, col, live, S.block_cols, S.dim, q.shape[1], IS_MASKED)
-    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-    b, h, query = queries
-    place = b, h, query, keys_of(cols[None, :], score[1])
-    scores, _ = change_scores(qk, place, visible, score, S, SCORES)
-    if IS_MASKED:
-        scores = hide(scores, -float("inf"), visible, cols, interval, walk, S, False)
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    finite_max = new_max
-    if IS_MASKED:
-        # A row that has seen nothing yet must not compute -inf - -inf.
-        finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-    p = tl.exp2(scores - finite_max[:, None])
-    rescale = tl.exp2(row_max - finite_max)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    v = load_rows(v_rows, col, live, S.block_cols, S.dim_v, acc.shape[1], IS_MASKED)
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, row_sum, new_max
-
-
-@triton.jit
-def update_max_scores(pointers, max_scores, live):
-    """Each becomes the largest of itself and of these, -inf where nothing is visible; a row has one tile."""
-    before = tl.load(pointers, mask=live, other=0.0)
-    tl.store(pointers, tl.maximum(before, max_scores), mask=live)
-
-
 @triton.jit(do_not_specialize=["total_q"])
 def forward_kernel(
     q,
@@ -289,7 +240,7 @@ def forward_kernel(
 
     rows = row_begin + tl.arange(0, S.tile_rows)
     live = rows < row_end
-    queries = queries_of(rows[:, None], head, score[1])
+    b, h, query = queries_of(rows[:, None], head, score[1])
     all_masked: tl.constexpr = SCORES is not None
     kv_head = head // qhead_per_kvhead
     k_rows, v_rows = of_head(k, kv_head), of_head(v, kv_head)
@@ -302,12 +253,35 @@ def forward_kernel(
         run, interval = row_interval(walk, index, rows)
         for is_masked in tl.static_range(all_masked, 2):
             for block in range(count_blocks(run, is_masked, all_masked)):
+                # One step of online softmax: the rows of the tile meet the keys from `col` on.
                 col = block_start(run, block, S, is_masked, all_masked)
-                state = acc, row_sum, row_max
-                operands = q_block, k_rows, v_rows
-                acc, row_sum, row_max = attend_block(
-                    state, *operands, col, interval, queries, score, walk, S, is_masked, SCORES
+                cols = col + tl.arange(0, S.block_cols)
+                is_there = cols < interval[2]
+                visible = None
+                if SCORES is not None:
+                    visible = is_visible(cols, interval, walk, S, False)
+                k_block = load_rows(
+                    k_rows, col, is_there, S.block_cols, S.dim, S.padded_dim, is_masked
                 )
+                qk = tl.dot(q_block, tl.trans(k_block), input_precision="ieee")
+                place = b, h, query, keys_of(cols[None, :], score[1])
+                scores, _ = change_scores(qk, place, visible, score, S, SCORES)
+                if is_masked:
+                    scores = hide(scores, -float("inf"), visible, cols, interval, walk, S, False)
+                new_max = tl.maximum(row_max, tl.max(scores, 1))
+                finite_max = new_max
+                if is_masked:
+                    # A row that has seen nothing yet must not compute -inf - -inf.
+                    finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+                p = tl.exp2(scores - finite_max[:, None])
+                rescale = tl.exp2(row_max - finite_max)
+                row_sum = row_sum * rescale + tl.sum(p, 1)
+                row_max = new_max
+                v_block = load_rows(
+                    v_rows, col, is_there, S.block_cols, S.dim_v, S.padded_dim_v, is_masked
+                )
+                p = p.to(v_block.dtype)
+                acc = tl.dot(p, v_block, acc * rescale[:, None], input_precision="ieee")
 
     sees_nothing = row_sum == 0.0
     value = acc / tl.where(sees_nothing, 1.0, row_sum)[:, None]
@@ -315,7 +289,10 @@ def forward_kernel(
     store_rows(of_head(out, head), row_begin, live, value, S.dim_v)
     tl.store(lse_ptr + head * total_q + rows, lse, mask=live)
     if HAS_MAX_SCORES:
-        update_max_scores(max_scores_ptr + head * total_q + rows, row_max * LN_2, live)
+        # Each becomes the largest of itself and of these, -inf where nothing is visible; a row has one tile.
+        pointers, largest = max_scores_ptr + head * total_q + rows, row_max * LN_2
+        before = tl.load(pointers, mask=live, other=0.0)
+        tl.store(pointers, tl.maximum(before, largest), mask=live)
 
 
 @triton.jit(do_not_specialize=["total_q"])
@@ -346,50 +323,6 @@ def delta_kernel(
     tl.store(delta_ptr + head * total_q + rows, delta, mask=live)
 
 
-@triton.jit
-def dq_block(
-    dq,
-    q,
-    dout,
-    lse,
-    delta,
-    k_rows,
-    v_rows,
-    col,
-    interval,
-    queries,
-    score,
-    totals,
-    walk,
-    S: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    SCORES: tl.constexpr,
-    SLOPES: tl.constexpr,
-    ADD_GRADIENTS: tl.constexpr,
-):
-    """Adds what the keys from `col` on give to dq, less its factor softmax_scale,
-    and to the gradients of captured tensors."""
-    cols = col + tl.arange(0, S.block_cols)
-    live = cols < interval[2]
-    visible = None
-    if SCORES is not None:
-        visible = is_visible(cols, interval, walk, S, False)
-    k = load_rows(k_rows, col, live, S.block_cols, S.dim, q.shape[1], IS_MASKED)
-    v = load_rows(v_rows, col, live, S.block_cols, S.dim_v, dout.shape[1], IS_MASKED)
-    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-    dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-    b, h, query = queries
-    place = b, h, query, keys_of(cols[None, :], score[1])
-    scores, kept = change_scores(qk, place, visible, score, S, SCORES)
-    g = tl.exp2(scores - (lse * LOG2_E)[:, None]) * (dp - delta[:, None])
-    if ADD_GRADIENTS is not None:
-        ADD_GRADIENTS(totals, g, kept, *place, visible, score[2])
-    dscores = differentiate_scores(g, kept, place, visible, score, S, SLOPES)
-    if IS_MASKED:
-        dscores = hide(dscores, 0.0, visible, cols, interval, walk, S, False)
-    return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["total_q"])
 def dq_kernel(
     q,
@@ -418,7 +351,7 @@ def dq_kernel(
 
     rows = row_begin + tl.arange(0, S.tile_rows)
     live = rows < row_end
-    queries = queries_of(rows[:, None], head, score[1])
+    b, h, query = queries_of(rows[:, None], head, score[1])
     all_masked: tl.constexpr = SCORES is not None
     kv_head = head // qhead_per_kvhead
     k_rows, v_rows = of_head(k, kv_head), of_head(v, kv_head)
@@ -436,69 +369,31 @@ def dq_kernel(
         for is_masked in tl.static_range(all_masked, 2):
             for block in range(count_blocks(run, is_masked, all_masked)):
                 col = block_start(run, block, S, is_masked, all_masked)
-                operands = q_block, dout_block, lse, delta, k_rows, v_rows
-                place = col, interval, queries, score, totals, walk
-                sums = dq_block(
-                    sums, *operands, *place, S, is_masked, SCORES, SLOPES, ADD_GRADIENTS
+                cols = col + tl.arange(0, S.block_cols)
+                is_there = cols < interval[2]
+                visible = None
+                if SCORES is not None:
+                    visible = is_visible(cols, interval, walk, S, False)
+                k_block = load_rows(
+                    k_rows, col, is_there, S.block_cols, S.dim, S.padded_dim, is_masked
                 )
+                v_block = load_rows(
+                    v_rows, col, is_there, S.block_cols, S.dim_v, S.padded_dim_v, is_masked
+                )
+                qk = tl.dot(q_block, tl.trans(k_block), input_precision="ieee")
+                dp = tl.dot(dout_block, tl.trans(v_block), input_precision="ieee")
+                place = b, h, query, keys_of(cols[None, :], score[1])
+                scores, kept = change_scores(qk, place, visible, score, S, SCORES)
+                g = tl.exp2(scores - (lse * LOG2_E)[:, None]) * (dp - delta[:, None])
+                if ADD_GRADIENTS is not None:
+                    ADD_GRADIENTS(totals, g, kept, *place, visible, score[2])
+                dscores = differentiate_scores(g, kept, place, visible, score, S, SLOPES)
+                if is_masked:
+                    dscores = hide(dscores, 0.0, visible, cols, interval, walk, S, False)
+                dscores = dscores.to(k_block.dtype)
+                sums = tl.dot(dscores, k_block, sums, input_precision="ieee")
 
     store_rows(of_head(dq, head), row_begin, live, sums * softmax_scale, S.dim)
-
-
-@triton.jit
-def dkdv_block(
-    dk,
-    dv,
-    k,
-    v,
-    q_rows,
-    dout_rows,
-    lse_base,
-    delta_base,
-    col,
-    interval,
-    head,
-    keys,
-    score,
-    walk,
-    S: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    SCORES: tl.constexpr,
-    SLOPES: tl.constexpr,
-):
-    """Adds what the queries from `col` on give to dv, and to dk less its factor softmax_scale.
-
-    As in the k walk of a plan, keys are the rows and queries the columns of the scores.
-    """
-    cols = col + tl.arange(0, S.block_cols)
-    live = cols < interval[2]
-    visible = None
-    if SCORES is not None:
-        visible = is_visible(cols, interval, walk, S, True)
-    q = load_rows(q_rows, col, live, S.block_cols, S.dim, k.shape[1], IS_MASKED)
-    dout = load_rows(dout_rows, col, live, S.block_cols, S.dim_v, v.shape[1], IS_MASKED)
-    if IS_MASKED:
-        lse = tl.load(lse_base + cols, mask=live, other=0.0)
-        delta = tl.load(delta_base + cols, mask=live, other=0.0)
-    else:
-        lse = tl.load(lse_base + cols)
-        delta = tl.load(delta_base + cols)
-    lse = finite_lse(lse, SCORES)
-    kq = tl.dot(k, tl.trans(q), input_precision="ieee")
-    b, h, query = queries_of(cols[None, :], head, score[1])
-    place = b, h, query, keys
-    scores, kept = change_scores(kq, place, visible, score, S, SCORES)
-    p = tl.exp2(scores - (lse * LOG2_E)[None, :])
-    if IS_MASKED:
-        p = hide(p, 0.0, visible, cols, interval, walk, S, True)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-    dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-    g = p * (dp - delta[None, :])
-    dscores = differentiate_scores(g, kept, place, visible, score, S, SLOPES)
-    if SLOPES is not None:
-        dscores = tl.where(visible, dscores, 0.0)  # a program may give nan of a hidden pair
-    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=["total_q"])
@@ -543,30 +438,49 @@ def dkdv_kernel(
     run_end = tl.load(tile + 3)
     for head_in_group in range(qhead_per_kvhead):
         head = kv_head * qhead_per_kvhead + head_in_group
-        of_rows = (
-            of_head(q, head),
-            of_head(dout, head),
-            lse_ptr + head * total_q,
-            delta_ptr + head * total_q,
-        )
+        q_rows, dout_rows = of_head(q, head), of_head(dout, head)
+        lse_base, delta_base = lse_ptr + head * total_q, delta_ptr + head * total_q
         for index in range(run_begin, run_end):
             run, interval = row_interval(walk, index, rows)
             for is_masked in tl.static_range(all_masked, 2):
                 for block in range(count_blocks(run, is_masked, all_masked)):
+                    # As in the k walk of a plan, keys are the rows and queries the columns of the scores.
                     col = block_start(run, block, S, is_masked, all_masked)
-                    place = col, interval, head, keys, score, walk
-                    dk_sums, dv_sums = dkdv_block(
-                        dk_sums,
-                        dv_sums,
-                        k_block,
-                        v_block,
-                        *of_rows,
-                        *place,
-                        S,
-                        is_masked,
-                        SCORES,
-                        SLOPES,
+                    cols = col + tl.arange(0, S.block_cols)
+                    is_there = cols < interval[2]
+                    visible = None
+                    if SCORES is not None:
+                        visible = is_visible(cols, interval, walk, S, True)
+                    q_block = load_rows(
+                        q_rows, col, is_there, S.block_cols, S.dim, S.padded_dim, is_masked
                     )
+                    dout_block = load_rows(
+                        dout_rows, col, is_there, S.block_cols, S.dim_v, S.padded_dim_v, is_masked
+                    )
+                    if is_masked:
+                        lse = tl.load(lse_base + cols, mask=is_there, other=0.0)
+                        delta = tl.load(delta_base + cols, mask=is_there, other=0.0)
+                    else:
+                        lse = tl.load(lse_base + cols)
+                        delta = tl.load(delta_base + cols)
+                    lse = finite_lse(lse, SCORES)
+                    kq = tl.dot(k_block, tl.trans(q_block), input_precision="ieee")
+                    b, h, query = queries_of(cols[None, :], head, score[1])
+                    place = b, h, query, keys
+                    scores, kept = change_scores(kq, place, visible, score, S, SCORES)
+                    p = tl.exp2(scores - (lse * LOG2_E)[None, :])
+                    if is_masked:
+                        p = hide(p, 0.0, visible, cols, interval, walk, S, True)
+                    p_block = p.to(dout_block.dtype)
+                    dv_sums = tl.dot(p_block, dout_block, dv_sums, input_precision="ieee")
+                    dp = tl.dot(v_block, tl.trans(dout_block), input_precision="ieee")
+                    g = p * (dp - delta[None, :])
+                    dscores = differentiate_scores(g, kept, place, visible, score, S, SLOPES)
+                    if SLOPES is not None:
+                        # A program may give nan of a hidden pair.
+                        dscores = tl.where(visible, dscores, 0.0)
+                    dscores = dscores.to(q_block.dtype)
+                    dk_sums = tl.dot(dscores, q_block, dk_sums, input_precision="ieee")
 
     store_rows(of_head(dk, kv_head), row_begin, live, dk_sums * softmax_scale, S.dim)
     store_rows(of_head(dv, kv_head), row_begin, live, dv_sums, S.dim_v)

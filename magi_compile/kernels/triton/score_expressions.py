@@ -66,18 +66,8 @@ def _number(value: Any, dtype: torch.dtype | None) -> str:
 
 
 def expression(node: Node, known: dict[Node, str]) -> str:
-    """One ATen operation of numbers, in Triton.
-
-    Args:
-        node: a call of the operation.
-        known: the names of the nodes in front of it.
-
-    Returns:
-        An expression of the dtype that PyTorch gives.
-
-    Raises:
-        NoTritonCode: it is not written in Triton.
-    """
+    """One ATen operation of numbers, in Triton, of the dtype that PyTorch gives; `known` are the names of the nodes in
+    front of it. Raises NoTritonCode where it is not written in Triton."""
     name, example = name_of(node.target), node.meta["val"]
     arguments = [Operand(x, known) for x in node.args]
     if node.target in _SYMBOLIC:

@@ -80,20 +80,9 @@ def _as_memory(table: Tensor) -> Tensor:
 def score_functions(
     text: str, dtypes: tuple[torch.dtype, ...], ranks: tuple[int, ...], wanted: tuple[int, ...]
 ) -> ScoreFunctions:
-    """The functions of a program, compiled for captured tensors of certain kinds.
-
-    Args:
-        text: of the program.
-        dtypes: of the captured tensors.
-        ranks: their numbers of dimensions.
-        wanted: which of them get gradients.
-
-    Returns:
-        Functions that Triton compiles into its kernels; no `add_gradients` where there is none to add.
-
-    Raises:
-        NoTritonCode: an operation is not written in Triton.
-    """
+    """The functions of the program of this `text`, which Triton compiles into its kernels, for captured tensors of
+    these `dtypes` and numbers of dimensions, of which those `wanted` get gradients; no `add_gradients` where there is
+    none to add. Raises NoTritonCode where an operation is not written in Triton."""
     source = score_source(text, dtypes, ranks, wanted)
     name = f"<score program {abs(hash(source)):x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck, MaskDataError, require
+from magi_compile._checks import MaskCheck, MaskDataError, first_of, require
 from magi_compile.functions.guards import Broken
 from magi_compile.functions.text import on_grids
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
@@ -83,19 +83,11 @@ class Listed(NamedTuple):
 
     @classmethod
     def of(cls, lists: BlockLists, rows: int, keys: int, grid: Grid) -> Listed:
-        """Those of the mask of `grid`.
+        """Those of the mask of `grid`, in blocks of `rows` queries and `keys` keys.
 
-        Args:
-            lists: of 1 or all batch entries and heads; if the mask is one of all heads, so must the lists be.
-            rows: queries of a block.
-            keys: keys of a block.
-            grid: of the mask.
-
-        Returns:
-            The blocks.
-
-        Raises:
-            MaskDataError: a block is listed that the mask does not have, or heads have other lists. On a GPU, later.
+        The lists are of 1 or all batch entries and heads; if the mask is one of all heads, so must the lists be.
+        Raises MaskDataError, on a GPU later, for a block that the mask does not have, and where heads have other
+        lists.
         """
         num_q, num_k = -(-grid.seqlen_q // rows), -(-grid.seqlen_k // keys)
         checks = lists.index_checks(num_q, num_k)
@@ -128,24 +120,13 @@ class Listed(NamedTuple):
 def slices_with_bits(
     mask_mod: MaskMod, grid: Grid, listed: Listed | None, device: torch.device
 ) -> AttnSlices:
-    """The slices of a mask: row q of the n-th (batch entry, head) is row `n * seqlen_q + q`,
-    keys likewise with the heads of keys.
+    """The slices of a mask: row q of the n-th (batch entry, head) is row `n * seqlen_q + q`, keys likewise with the
+    heads of keys.
 
     There are `grid.num_blocks` of them, and one bit block more than that. The memory of blocks without bits is never
-    touched: on a CPU it costs addresses alone.
-
-    Args:
-        mask_mod: what it shows of a batch entry, head, query and key.
-        grid: which there are.
-        listed: the block lists beside it; None where there are none.
-        device: where to compute.
-
-    Returns:
-        The slices, with their bit blocks.
-
-    Raises:
-        MaskDataError: the mask_mod looks up what a captured tensor does not have, or divides by zero; it hides keys in
-            a full block. On a GPU, later.
+    touched: on a CPU it costs addresses alone. `listed` are the block lists beside the mask_mod, or None. Raises
+    MaskDataError, on a GPU later, where the mask_mod looks up what a captured tensor does not have, divides by zero,
+    or hides keys in a full block.
     """
     count = grid.num_blocks
     bits = torch.empty(count + 1, BLOCK, WORDS, dtype=torch.int32, device=device)
@@ -278,7 +259,7 @@ class _First(NamedTuple):
     ) -> _First:
         """This one, or else the first of `broken [n, BLOCK, BLOCK]`, with what `of_pair` says of its grid,
         row and key."""
-        first = broken.flatten().to(torch.uint8).argmax()
+        first = first_of(broken)
         found = of_pair(first // BLOCK**2, first // BLOCK % BLOCK, first % BLOCK)
         values = (torch.where(self.is_there, x, y) for x, y in zip(self.values, found, strict=True))
         return _First(self.is_there | broken.any(), tuple(values))

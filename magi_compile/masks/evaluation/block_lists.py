@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck, of_intervals
+from magi_compile._checks import MaskCheck, first_of, of_intervals
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 
 # What is checked, and what is found where it is not so: a kv block, a q block and a batch entry.
@@ -48,30 +48,16 @@ class BlockLists(NamedTuple):
         return kinds
 
     def check_lengths(self, num_q: int) -> None:
-        """Checks that there is a list for each of `num_q` q blocks.
-
-        Args:
-            num_q: q blocks of the mask.
-
-        Raises:
-            ValueError: naming the tensor and how many q blocks it has.
-        """
+        """Raises ValueError where there is no list for each of `num_q` q blocks."""
         for name, (num_blocks, _) in zip(("kv", "full_kv"), self.kinds, strict=False):
             if num_blocks.shape[-1] < num_q:
                 raise ValueError(
-                    f"`block_mask.{name}_num_blocks` must cover {num_q} q blocks, "
-                    f"got {num_blocks.shape[-1]}"
+                    f"`block_mask.{name}_num_blocks` must cover {num_q} q blocks, got {num_blocks.shape[-1]}"
                 )
 
     def check_heads(self, heads: int) -> None:
-        """Checks that there are lists for each head; lists of one head serve all.
-
-        Args:
-            heads: how many heads have masks of their own.
-
-        Raises:
-            ValueError: naming how many heads they have.
-        """
+        """Raises ValueError where there are no lists for each of `heads` with masks of their own; lists of one head
+        serve all."""
         for num_blocks, _ in self.kinds:
             if heads > 1 and num_blocks.shape[1] not in (1, heads):
                 raise ValueError(
@@ -92,21 +78,15 @@ class BlockLists(NamedTuple):
         for name, (num_blocks, indices) in zip(("kv", "full_kv"), self.kinds, strict=False):
             num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :]
             most = indices.shape[-1]
-            is_wrong = ((num_blocks < 0) | (num_blocks > most)).flatten()
-            first = is_wrong.to(torch.uint8).argmax() if is_wrong.numel() else is_wrong.sum()
-            wrong = num_blocks.flatten().take(first) if is_wrong.numel() else first
+            is_wrong = (num_blocks < 0) | (num_blocks > most)
+            wrong = _at_first(is_wrong, num_blocks)
             words = f"`block_mask.{name}_num_blocks` must be from 0 to {most}, the columns of its indices"
             checks.append(MaskCheck(~is_wrong.any(), words, "it holds {}", (wrong,)))
             number = torch.arange(most, device=indices.device)
             is_bad = (number < num_blocks[..., None]) & ((indices < 0) | (indices >= num_k))
-            flat = is_bad.flatten()
-            found = (
-                indices.expand_as(is_bad).flatten().take(flat.to(torch.uint8).argmax())
-                if flat.numel()
-                else flat.sum()
-            )
+            found = _at_first(is_bad, indices)
             message = f"`block_mask.{name}_indices` must be in [0, {num_k})"
-            checks.append(MaskCheck(~flat.any(), message, "it holds {}", (found,)))
+            checks.append(MaskCheck(~is_bad.any(), message, "it holds {}", (found,)))
         return checks
 
     def checks(self, intervals: RowIntervals, rows: int, keys: int) -> list[MaskCheck]:
@@ -125,16 +105,8 @@ class BlockLists(NamedTuple):
 
 
 def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-    """In which blocks of `rows` rows and `keys` keys some pair is visible, and in which all are.
-
-    Args:
-        intervals: what each row sees.
-        rows: rows of a block.
-        keys: keys of a block.
-
-    Returns:
-        Two bool tensors `[batch, heads, q blocks, kv blocks]`, of one head where all have the same mask. Blocks at the
-        end may be smaller.
+    """In which blocks of `rows` rows and `keys` keys some pair is visible, and in which all are: two bool tensors
+    `[batch, heads, q blocks, kv blocks]`, of one head where all have the same mask. Blocks at the end may be smaller.
     """
     if intervals.by_keys:
         rows, keys = keys, rows
@@ -165,6 +137,14 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
     return is_seen.unflatten(0, (-1, heads)), is_full.unflatten(0, (-1, heads))
 
 
+def counts_and_order(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """The count of set `flags [..., n]`, int32 `[...]`, and int32 `[..., n]`: their numbers in increasing order,
+    and behind them those of all others."""
+    flags = flags.to(torch.int8).contiguous()
+    order = flags.argsort(dim=-1, descending=True, stable=True)
+    return flags.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
 def heads_that_differ(partial: Tensor, full: Tensor) -> Tensor:
     """The heads that list other blocks than the first one, bool `[batch, nheads]`, of both grids of `BlockLists`."""
     is_listed = partial | full
@@ -188,10 +168,15 @@ def _grid(kind: tuple[Tensor, Tensor], num_q: int, num_k: int) -> Tensor:
     return grid.scatter(-1, torch.where(is_listed, indices, num_k), True)[..., :num_k]
 
 
+def _at_first(flags: Tensor, values: Tensor) -> Tensor:
+    """The first of `values` whose flag is set."""
+    first = first_of(flags)
+    return values.expand_as(flags).flatten().take(first) if flags.numel() else first
+
+
 def _check(broken: Tensor, words: tuple[str, str]) -> MaskCheck:
     """A check that `broken [batch, q blocks, kv blocks]` is False everywhere."""
-    flat = broken.flatten()
-    first = flat.to(torch.uint8).argmax() if flat.numel() else flat.sum()
+    first = first_of(broken)
     _, num_q, num_k = broken.shape
     place = (first % num_k, first // num_k % num_q, first // (num_k * num_q))
-    return MaskCheck(~flat.any(), *words, place)
+    return MaskCheck(~broken.any(), *words, place)

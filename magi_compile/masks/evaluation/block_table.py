@@ -34,14 +34,6 @@ class BlockTable(NamedTuple):
     of_queries: Tensor
     of_keys: Tensor
 
-    def pairs(self) -> Tensor:
-        """The pairs that are seen, bool `[batch, heads, seqlen_q, seqlen_k]`."""
-        batch = len(self.of_queries)
-        b = torch.arange(batch, device=self.listed.device)[:, None, None]
-        listed = self.listed.expand(batch, -1, -1, -1).movedim(1, -1)
-        seen = listed[b, self.of_queries.long()[:, :, None], self.of_keys.long()[:, None]]
-        return seen.movedim(-1, 1)
-
     def density(self) -> float:
         """The share of pairs that are seen. Waits for a GPU."""
         num_q, num_k = self.listed.shape[2:]
@@ -54,16 +46,8 @@ class BlockTable(NamedTuple):
 
 
 def shape_of_table(found: BlockLookUp, captured: Sequence[int], sizes: MaskSizes) -> list[int]:
-    """The sizes of `listed` that a captured tensor of such sizes gives.
-
-    Args:
-        found: the look-up.
-        captured: the sizes of the captured tensor.
-        sizes: of the mask, with all heads.
-
-    Returns:
-        Batch entries and heads with blocks of their own, blocks of queries, blocks of keys.
-    """
+    """The sizes of `listed` that a captured tensor of the sizes `captured` gives: batch entries and heads with blocks
+    of their own, blocks of queries, blocks of keys. `sizes` are of the mask, with all heads."""
     batch = sizes.batch if "b" in found.variables else 1
     heads = sizes.heads.q if "h" in found.variables else 1
     return [batch, heads, captured[found.q_dim], captured[found.k_dim]]
@@ -76,21 +60,11 @@ def block_table(
     sizes: MaskSizes,
     device: torch.device,
 ) -> tuple[BlockTable, list[MaskCheck]]:
-    """Evaluates the look-up of a mask program.
+    """The look-up of a mask program that has a `block_look_up`, evaluated, and what that relies on in the data.
 
-    Args:
-        program: has a `block_look_up`.
-        tables: the captured tensors, on `device` (scalars may be elsewhere).
-        symbols: the captured ints.
-        sizes: of the mask, with all heads.
-        device: where to compute.
-
-    Returns:
-        The table, and what it relies on in the data.
-
-    Raises:
-        TypeError: the captured tensor that is looked up is not bool, or an index no integer.
-        ValueError: too few tables or symbols, or a table with the wrong device or shape.
+    `tables` are the captured tensors, on `device` (scalars may be elsewhere), and `sizes` those of the mask, with all
+    heads. Raises TypeError where the captured tensor that is looked up is not bool, or an index no integer, and
+    ValueError for too few tables or symbols, or a table with the wrong device or shape.
     """
     found = program.block_look_up
     assert found is not None

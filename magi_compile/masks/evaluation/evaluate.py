@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck
+from magi_compile._checks import MaskCheck, first_of
 from magi_compile.functions.text import column, names_of_captures
 from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.key_index import (
@@ -185,8 +185,7 @@ class Evaluation(Visitor[Value, Tensor]):
         """Adds a check: `broken` `[1 or entries, rows or keys]` must be False everywhere."""
         if not broken.numel():
             return
-        flat = broken.flatten()
-        first = flat.to(torch.uint8).argmax()
+        first = first_of(broken)
         row, entry = first % broken.shape[1], first // broken.shape[1]
         place: tuple[Tensor, ...] = (row, entry)
         if self.program.by_keys:
@@ -195,7 +194,7 @@ class Evaluation(Visitor[Value, Tensor]):
             heads = self.sizes.heads.q
             words, place = messages.of_a_head(words), (row, entry // heads, entry % heads)
         sought = () if values is None else (values.expand_as(broken).take(first),)
-        check = MaskCheck(~flat.any(), *words, (*sought, *place), of_conversion)
+        check = MaskCheck(~broken.any(), *words, (*sought, *place), of_conversion)
         self.checks.append(check)
 
     # Values
@@ -340,18 +339,8 @@ def with_columns(
     sizes: MaskSizes,
     device: torch.device,
 ) -> list[Tensor]:
-    """The captured tensors and, behind them, those that the program computes: all that its expression looks up.
-
-    Args:
-        program: the mask.
-        tables: the captured tensors.
-        symbols: the captured ints.
-        sizes: how many values each variable takes.
-        device: where to compute.
-
-    Returns:
-        The tensors, by the numbers that the expression has for them.
-    """
+    """The captured tensors and, behind them, those that the program computes: all that its expression looks up, by the
+    numbers that it has for them."""
     named = names_of_captures(tables, symbols)
     if not program.columns:
         return list(tables)
@@ -363,14 +352,8 @@ def with_columns(
 
 
 def check_look_up(look_up: Expr, text: str, shape: Sequence[int], sizes: MaskSizes) -> None:
-    """Raises ValueError where a captured tensor of `shape` cannot be looked up so, whatever its values.
-
-    Args:
-        look_up: the captured tensor at its indices.
-        text: the same, for messages.
-        shape: of the captured tensor.
-        sizes: how many values each variable takes.
-    """
+    """Raises ValueError where a captured tensor of `shape` cannot be looked up so, whatever its values; `text` is the
+    look-up for messages."""
     indices, lengths = look_up.args[1:], sizes.by_variable
     if len(indices) != len(shape):
         raise ValueError(

@@ -20,9 +20,8 @@ class Groups(NamedTuple):
     """
 
     value: Tensor
-    begin: (
-        Tensor  # of a run; of the first one, it is the begin of the group of all keys of this value
-    )
+    # Of a run; of the first one, it is the begin of the group of all keys of this value.
+    begin: Tensor
     run_end: Tensor
     end: Tensor  # behind the last key of this value
     number: Tensor | None  # of the group; None: every run is one

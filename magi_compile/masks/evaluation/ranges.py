@@ -6,6 +6,7 @@ the sum.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.evaluate import Evaluation
 from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.expr.expr import FITS, Expr
-from magi_compile.masks.expr.integers import INT32, INT64, counted
+from magi_compile.masks.expr.integers import INT32, INT64, bounds_by, counted
 from magi_compile.masks.program.program import MaskProgram
 
 
@@ -73,31 +74,19 @@ def _bounds(run: Evaluation, expr: Expr) -> _Range:
         return _bounds(run, args[0])
     if expr.kind == "bool":
         return _Range(*torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu").unbind())
-    if op == "where":
-        args = args[1:]
-    inner = [_bounds(run, arg) for arg in args]
+    inner = [_bounds(run, arg) for arg in (args[1:] if op == "where" else args)]
+    found = bounds_by(op, inner, _least, _most)
+    if found is not None:
+        return _Range(*found)
     (a, b), (x, y) = inner[0], inner[-1]
-    if op == "add":
-        return _Range(a + x, b + y)
-    if op == "sub":
-        return _Range(a - y, b - x)
-    if op == "neg":
-        return _Range(-b, -a)
-    if op == "mul":
-        return _extremes(a * x, a * y, b * x, b * y)
-    if op == "where":
-        return _Range(torch.minimum(a, x), torch.maximum(b, y))
-    if op == "min":
-        return _Range(torch.minimum(a, x), torch.minimum(b, y))
-    if op == "max":
-        return _Range(torch.maximum(a, x), torch.maximum(b, y))
-    if op == "mod":
-        return _extremes(x, y, torch.zeros_like(x))
-    return _extremes(a, b, -a, -b)  # of abs and of a quotient
+    # Of abs and of a quotient nothing else is known.
+    corners = [x, y, torch.zeros_like(x)] if op == "mod" else [a, b, -a, -b]
+    return _Range(_least(*corners), _most(*corners))
 
 
-def _extremes(*values: Tensor) -> _Range:
-    low = high = values[0]
-    for value in values[1:]:
-        low, high = torch.minimum(low, value), torch.maximum(high, value)
-    return _Range(low, high)
+def _least(*values: Tensor) -> Tensor:
+    return functools.reduce(torch.minimum, values)
+
+
+def _most(*values: Tensor) -> Tensor:
+    return functools.reduce(torch.maximum, values)

@@ -133,35 +133,19 @@ def exact_intervals(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    *,
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    heads: Heads,
+    sizes: MaskSizes,
     device: torch.device,
 ) -> RowIntervals | None:
-    """The row intervals of a mask and its data, or those of keys; None where there are none: the mask has no intervals,
-    or the data are not in the order that they need. Waits for the device if that is a GPU.
+    """The row intervals of a mask and its data, or those of keys, all of whose checks hold; None where there are none:
+    the mask has no intervals, or the data are not in the order that they need. Waits for the device if that is a GPU.
 
-    Args:
-        program: the mask.
-        tables: the captured tensors, on `device` (scalars may be elsewhere).
-        symbols: the captured ints.
-        batch: number of batch entries.
-        seqlen_q: rows of a batch entry.
-        seqlen_k: keys of a batch entry.
-        heads: those whose masks may differ; where they do, each is an entry.
-        device: where to compute.
-
-    Returns:
-        The intervals, all of whose checks hold, or None.
-
-    Raises:
-        MaskDataError: the data mean nothing: what is looked up is not there, or a divisor is zero.
+    `heads` of the sizes are those whose masks may differ; where they do, each is an entry. Raises MaskDataError where
+    the data mean nothing: what is looked up is not there, or a divisor is zero.
     """
     if program.refusals:
         return None
-    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads if program.differs_by_head else ONE_MASK)
+    if not program.differs_by_head:
+        sizes = sizes._replace(heads=ONE_MASK)
     found = (_exact(way, tables, symbols, sizes, device) for way in program.ways)
     return next((intervals for intervals in found if intervals is not None), None)
 

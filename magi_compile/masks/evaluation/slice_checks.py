@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck
+from magi_compile._checks import MaskCheck, first_of
 from magi_compile.masks.slices import AttnSlices
 
 # Overlaps are looked for among this many slices behind each one, in the order of first rows.
@@ -24,7 +24,7 @@ def slice_checks(slices: AttnSlices) -> list[MaskCheck]:
     for name, seqlen_name in (("q_ranges", "seqlen_q"), ("k_ranges", "seqlen_k")):
         begin, end = getattr(slices, name).unbind(1)
         bad = (begin < 0) | (begin > end) | (end > getattr(slices, seqlen_name))
-        first = _first(bad)
+        first = first_of(bad)
         checks.append(
             MaskCheck(
                 ~bad.any(),
@@ -35,7 +35,7 @@ def slice_checks(slices: AttnSlices) -> list[MaskCheck]:
         )
     types = slices.mask_types
     bad = (types < 0) | (types > 3)
-    first = _first(bad)
+    first = first_of(bad)
     message = "`mask_types` must hold values of MaskType (0, 1, 2 or 3)"
     checks.append(
         MaskCheck(~bad.any(), message, "`mask_types[{}]` is {}", (first, _at(types, first)))
@@ -60,17 +60,12 @@ def _overlap_check(slices: AttnSlices) -> MaskCheck:
     behind = behind.clamp(max=num_slices - 1)
     pairs = rects.select(index).intersected(rects.select(behind))
     overlaps = is_there & pairs.has_area()
-    found = _first(overlaps.flatten())
+    found = first_of(overlaps)
     pair = found // max(width, 1), found // max(width, 1) + 1 + found % max(width, 1)
     ids = tuple(_at(order, x.clamp(max=num_slices - 1)) for x in pair)
     return MaskCheck(
         ~overlaps.any(), "slices must not overlap", "those at {} and {} do", (ids[0], ids[1])
     )
-
-
-def _first(flags: Tensor) -> Tensor:
-    """The index of the first flag that is set, 0-d; 0 where none is."""
-    return flags.int().argmax() if flags.numel() else flags.sum()
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

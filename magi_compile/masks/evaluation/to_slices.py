@@ -47,16 +47,11 @@ def slices_from_intervals(intervals: RowIntervals) -> AttnSlices:
 def padded_slices_from_intervals(
     intervals: RowIntervals, capacity: int
 ) -> tuple[AttnSlices, MaskCheck]:
-    """The slices of row intervals as lists of `capacity` entries, empty slices at the end.
+    """The slices of row intervals as lists of `capacity` entries, empty slices at the end, and the check that they all
+    fit; without room the first `capacity` of them are there.
 
-    Shapes depend on shapes alone, and nothing waits for the device. Usually as short as the normal form.
-
-    Args:
-        intervals: row intervals; their checks are not looked at.
-        capacity: room for slices.
-
-    Returns:
-        The slices, and the check that they all fit; without room the first `capacity` of them are there.
+    Shapes depend on shapes alone, and nothing waits for the device. Usually as short as the normal form. Does not look
+    at `intervals.checks`.
     """
     if capacity < 0:
         raise ValueError(f"`capacity` must not be negative, got {capacity}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import MaskCheck
+from magi_compile._checks import MaskCheck, first_of
 from magi_compile.functions.text import at_points, names_of_captures
 from magi_compile.masks.bits import BLOCK as BIT_BLOCK
 from magi_compile.masks.bits import FIRST_BITS
@@ -235,7 +235,7 @@ def _checks(
         (wanted & ~shown, "shows", "hide"),
         (shown & ~wanted, "hides", "show"),
     ):
-        first = is_wrong.to(torch.uint8).argmax()
+        first = first_of(is_wrong)
         message = (
             f"magi_compile must convert the mask `{program}` exactly, and has not: this is a bug of "
             "ours, please report it; "

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from magi_compile.functions.names import SIGNS
+
 
 class ExprError(ValueError):
     """An operation that mask expressions do not have, or a text that is not a mask expression."""
@@ -77,9 +79,8 @@ class Expr:
         """ "int", "bool", or "any" where that depends on the dtype of a captured tensor."""
         if self.op in _KINDS:
             return _KINDS[self.op]
-        kinds = {
-            child.kind for child in self.children[-2:]
-        }  # the condition of a `where` does not count
+        # The condition of a `where` does not count.
+        kinds = {child.kind for child in self.children[-2:]}
         return kinds.pop() if len(kinds) == 1 else "any"
 
     def walk(self):
@@ -98,14 +99,13 @@ class Expr:
 # Marks of a sum or product that PyTorch computes in this dtype, and that has to fit it.
 FITS = ("int32", "int64")
 
-_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 OPPOSITES = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 _KINDS = {
     **dict.fromkeys(
         ("int", "var", "symbol", "add", "sub", "neg", "mul", "floordiv", "mod", "abs"), "int"
     ),
     **dict.fromkeys(("group_begin", "group_end", "upper_bound", *FITS), "int"),
-    **dict.fromkeys((*_COMPARISONS, "bool", "and", "or", "xor", "not"), "bool"),
+    **dict.fromkeys((*OPPOSITES, "bool", "and", "or", "xor", "not"), "bool"),
     **dict.fromkeys(("table", "unsupported"), "any"),
 }
 
@@ -154,20 +154,10 @@ def int_value(expr: Expr) -> int | None:
 
 
 def build(op: str, *args: Expr) -> Expr:
-    """The expression `op(*args)`, simplified.
+    """The expression `op(*args)`, simplified. Raises ExprError where `op` does not exist for operands of these kinds.
 
     What has an unsupported operand is neither simplified nor known, so that it cannot be cancelled or folded; truth
     values keep their other operands, so that the user hears of all that is unsupported in them.
-
-    Args:
-        op: an operator or a function of the grammar.
-        *args: its operands.
-
-    Returns:
-        An expression that equals it.
-
-    Raises:
-        ExprError: `op` does not exist for operands of these kinds.
     """
     reasons = [reason for arg in args for reason in arg.reasons]
     if not reasons:
@@ -365,7 +355,7 @@ def _comparison(op: str) -> Callable[[Expr, Expr], Expr]:
         if op in ("eq", "ne") and kinds in ({"bool"}, {"bool", "any"}):
             return _xor(x, y) if op == "ne" else _not(_xor(x, y))
         if kinds == {"bool", "any"}:
-            raise ExprError(f"`{_COMPARISONS[op]}` between {_kinds(x, y)}")
+            raise ExprError(f"`{SIGNS[op]}` between {_kinds(x, y)}")
         if x.kind == "bool":
             return _where(x, compare(ONE, y), compare(ZERO, y))
         if y.kind == "bool":
@@ -454,23 +444,24 @@ _BUILDERS: dict[str, Callable[..., Expr]] = {
     "not": _not,
     "where": _where,
     **{name: _fits(name) for name in FITS},
-    **{op: _comparison(op) for op in _COMPARISONS},
+    **{op: _comparison(op) for op in OPPOSITES},
 }
 
 # Text. Precedence is Python's, so that Python's own parser reads it: `parse`.
 
-_INFIX = {
-    **{op: (sign, 1) for op, sign in _COMPARISONS.items()},
-    "or": ("|", 2),
-    "xor": ("^", 3),
-    "and": ("&", 4),
-    "add": ("+", 5),
-    "sub": ("-", 5),
-    "mul": ("*", 6),
-    "floordiv": ("//", 6),
-    "mod": ("%", 6),
+_LEVELS = {
+    **dict.fromkeys(OPPOSITES, 1),
+    "or": 2,
+    "xor": 3,
+    "and": 4,
+    "add": 5,
+    "sub": 5,
+    "mul": 6,
+    "floordiv": 6,
+    "mod": 6,
 }
-_PREFIX = {"neg": "-", "not": "~"}
+INFIX = {op: (SIGNS[op], level) for op, level in _LEVELS.items()}
+PREFIX = {"neg": "-", "not": "~"}
 _PREFIX_LEVEL = 7
 
 
@@ -482,12 +473,12 @@ def _show(expr: Expr, level: int) -> str:
         return f"s{args[0]}"
     if op == "table":
         return f"t{args[0]}" + (f"[{', '.join(map(str, args[1:]))}]" if len(args) > 1 else "")
-    if op in _PREFIX:
-        text, own = _PREFIX[op] + _show(args[0], _PREFIX_LEVEL), _PREFIX_LEVEL
-    elif op in _INFIX:
-        sign, own = _INFIX[op]
+    if op in PREFIX:
+        text, own = PREFIX[op] + _show(args[0], _PREFIX_LEVEL), _PREFIX_LEVEL
+    elif op in INFIX:
+        sign, own = INFIX[op]
         # Comparisons do not chain, the other operators group to the left.
-        left = _show(args[0], own + 1 if op in _COMPARISONS else own)
+        left = _show(args[0], own + 1 if op in OPPOSITES else own)
         text = f"{left} {sign} {_show(args[1], own + 1)}"
     else:
         return f"{op}({', '.join(map(str, args))})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +27,12 @@ class Value(NamedTuple):
     high: int
 
 
+_RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor")
+_TRUTH = (*_RELATIONS, "not")
 _POINTWISE: dict[str, Callable] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "neg": operator.neg,
-    "abs": abs,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
+    op: getattr(operator, f"__{op}__")
+    for op in ("add", "sub", "mul", "neg", "abs", "floordiv", "mod", *_RELATIONS)
 }
-_TRUTH = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "not")
 
 
 def apply(op: str, values: Sequence[Value]) -> Value:
@@ -148,23 +135,11 @@ def _alike(x: Value, y: Value) -> tuple[Value, Value]:
 def _bounds(op: str, values: list[Value]) -> tuple[int, int]:
     if op in _TRUTH:
         return 0, 1
-    (a, b), (x, y) = values[0][1:], values[-1][1:]
-    if op == "add":
-        return a + x, b + y
-    if op == "sub":
-        return a - y, b - x
-    if op == "neg":
-        return -b, -a
-    if op == "mul":
-        corners = (a * x, a * y, b * x, b * y)
-        return min(corners), max(corners)
-    if op == "where":
-        (a, b) = values[1][1:]
-        return min(a, x), max(b, y)
-    if op == "min":
-        return min(a, x), min(b, y)
-    if op == "max":
-        return max(a, x), max(b, y)
+    inner = [value[1:] for value in values]
+    found = bounds_by(op, inner, min, max)
+    if found is not None:
+        return found
+    (a, b), (x, y) = inner[0], inner[-1]
     if op == "mod":
         return min(x + 1, 0), max(y - 1, 0)
     if op == "floordiv" and x > 0:
@@ -173,19 +148,38 @@ def _bounds(op: str, values: list[Value]) -> tuple[int, int]:
     return (0 if op == "abs" else -size), size
 
 
+def bounds_by(
+    op: str,
+    inner: Sequence[tuple[Any, Any]],
+    least: Callable[..., Any],
+    most: Callable[..., Any],
+) -> tuple[Any, Any] | None:
+    """The bounds of a sum, a product or a choice by those of its operands, of which `least` and `most` take some;
+    None of other operations."""
+    (a, b), (x, y) = inner[0], inner[-1]
+    if op == "add":
+        return a + x, b + y
+    if op == "sub":
+        return a - y, b - x
+    if op == "neg":
+        return -b, -a
+    if op == "mul":
+        corners = (a * x, a * y, b * x, b * y)
+        return least(*corners), most(*corners)
+    if op == "where":
+        a, b = inner[-2]
+        return least(a, x), most(b, y)
+    if op == "min":
+        return least(a, x), least(b, y)
+    return (most(a, x), most(b, y)) if op == "max" else None
+
+
 def bounds_of(
     expr: Expr, seqlen: int, range_of: Callable[[int], tuple[int, int]]
 ) -> tuple[int, int]:
-    """Bounds that `expr` keeps to as unbounded integers, whatever the data.
-
-    Args:
-        expr: a number, or a truth value, which counts as 0 or 1.
-        seqlen: more than any of b, q and kv.
-        range_of: the least and the highest value of a captured tensor, by its number.
-
-    Returns:
-        The least and the highest value.
-    """
+    """The least and the highest value that `expr` keeps to as unbounded integers, whatever the data; a truth value
+    counts as 0 or 1. `seqlen` is more than any of b, q and kv, and `range_of` says the same of a captured tensor's
+    values, by its number."""
     if expr.op in ("int", "bool"):
         return int(expr.args[0]), int(expr.args[0])
     if expr.op == "var":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from magi_compile.functions.names import INDICES
 from magi_compile.masks.expr.expr import (
     FITS,
+    INFIX,
+    PREFIX,
     Expr,
     ExprError,
     build,
@@ -16,39 +19,22 @@ from magi_compile.masks.expr.expr import (
     var,
 )
 
-_AST_OPS: dict[type, str] = {
-    ast.Add: "add",
-    ast.Sub: "sub",
-    ast.Mult: "mul",
-    ast.FloorDiv: "floordiv",
-    ast.Mod: "mod",
-    ast.BitAnd: "and",
-    ast.BitOr: "or",
-    ast.BitXor: "xor",
-    ast.USub: "neg",
-    ast.Invert: "not",
-    ast.Lt: "lt",
-    ast.LtE: "le",
-    ast.Gt: "gt",
-    ast.GtE: "ge",
-    ast.Eq: "eq",
-    ast.NotEq: "ne",
+
+def _kind_of(text: str) -> type:
+    """The kind of operator that Python's parser sees."""
+    node: Any = ast.parse(text, mode="eval").body
+    return type(node.ops[0] if isinstance(node, ast.Compare) else node.op)
+
+
+_AST_OPS = {
+    **{_kind_of(f"x {sign} y"): op for op, (sign, _) in INFIX.items()},
+    **{_kind_of(f"{sign}x"): op for op, sign in PREFIX.items()},
 }
 _CALLS = {"min": 2, "max": 2, "abs": 1, "where": 3, **dict.fromkeys(FITS, 1)}
 
 
 def parse(text: str) -> Expr:
-    """Reads what `str(expr)` wrote.
-
-    Args:
-        text: in the grammar of mask expressions.
-
-    Returns:
-        The expression.
-
-    Raises:
-        ExprError: `text` is not a mask expression.
-    """
+    """Reads what `str(expr)` wrote. Raises ExprError for a text that is not a mask expression."""
     try:
         return _read(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError as error:

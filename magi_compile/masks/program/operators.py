@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from magi_compile.functions.names import is_numpy_scalar
+from magi_compile.functions.names import SIGNS, is_numpy_scalar
 from magi_compile.functions.operators import OPERATORS
 from magi_compile.masks.arguments import MAX_SEQLEN
 from magi_compile.masks.expr.expr import (
@@ -74,20 +74,9 @@ class Typing(NamedTuple):
 
 
 def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing) -> Expr:
-    """The result of an operation, of `typing.result`.
-
-    Args:
-        name: of the operation, as `name_of` in functions/names.py spells it.
-        args: `Operand`s, and what is no number as it is; sequences of both.
-        kwargs: likewise.
-        typing: see `Typing`.
-
-    Returns:
-        The result as an expression.
-
-    Raises:
-        ExprError: expressions cannot say it; `Wraps`, if they could but for the dtype.
-    """
+    """The result of an operation, of `typing.result`, as an expression. Its `name` is as `name_of` spells it, and its
+    arguments are `MaskOperand`s, and what is no number as it is. Raises ExprError where expressions cannot say it;
+    `Wraps`, if they could but for the dtype."""
     operation = _OPERATIONS.get(name)
     if operation is None:
         raise ExprError(f"`{name}` is not an operation on masks")
@@ -225,8 +214,7 @@ def _bitwise(op: str) -> Callable[..., Expr]:
             if bits < 0 and not -bits & (-bits - 1):
                 low = build("floordiv", a, const(-bits))
                 return _checked(build("mul", low, const(-bits)), typing)
-        sign = {"and": "&", "or": "|", "xor": "^"}[op]
-        raise ExprError(f"`{sign}` of the bits of `{a}` and `{b}`")
+        raise ExprError(f"`{SIGNS[op]}` of the bits of `{a}` and `{b}`")
 
     return apply
 

@@ -28,9 +28,8 @@ from magi_compile.masks.solver.solve import solve
 _UNSAFE_IN_NAME = re.compile(r"[#`;\s]+|,\s*(?=t\d+: )")
 _END_OF_LINE = ";; "
 _TABLE = re.compile(r"t\d+")
-_BY_CODE = (
-    "mask"  # in place of an expression, where there is none: the function of this name says all
-)
+# In place of an expression, where there is none: the function of this name says all.
+_BY_CODE = "mask"
 _BY_KEYS = "of each key: "  # in front of an expression that is solved for q
 
 
@@ -130,17 +129,7 @@ class MaskProgram:
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> MaskProgram:
-        """Reads a program's `text`.
-
-        Args:
-            text: that of a program.
-
-        Returns:
-            A program whose `text` is the same.
-
-        Raises:
-            ExprError: `text` is not a mask program.
-        """
+        """Reads a program's `text`. Raises ExprError where it is none."""
         headline, *lines = text.split(_END_OF_LINE)
         body, has_names, comment = headline.partition("#")
         names: list[str] = []
@@ -295,13 +284,7 @@ class MaskProgram:
     @cached_property
     def solved(self) -> KeySet:
         """The keys of a row, as expressions, in lanes that may repeat along the keys; the rows of a key `by_keys`.
-
-        Returns:
-            The lanes.
-
-        Raises:
-            UnsupportedMaskError: with all reasons.
-        """
+        Raises UnsupportedMaskError with all reasons."""
         try:
             return _within_64_bits(solve(without_marks(self.facing)))
         except UnsupportedMaskError as error:
@@ -310,19 +293,9 @@ class MaskProgram:
             ) from None
 
     def keys(self, seqlen_k: int, symbols: Sequence[int] = ()) -> KeySet:
-        """The key intervals of a row, as expressions; `by_keys` the intervals of rows of a key.
-
-        Args:
-            seqlen_k: number of keys of a batch entry.
-            symbols: the captured ints.
-
-        Returns:
-            The lanes, none of which repeats.
-
-        Raises:
-            UnsupportedMaskError: with all reasons.
-            ValueError: a captured int by which keys repeat is not positive, or one that divides is zero.
-        """
+        """The key intervals of a row, as expressions, in lanes none of which repeats; `by_keys` the intervals of rows
+        of a key. Raises UnsupportedMaskError with all reasons, and ValueError where a captured int by which keys
+        repeat is not positive, or one that divides is zero."""
         if not self.repeats:
             return self.solved
         try:
@@ -338,15 +311,8 @@ class MaskProgram:
     def max_intervals(
         self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
     ) -> int:
-        """The largest number of key intervals that a row may see; known without data. Raises as `keys` does.
-
-        Args:
-            seqlen_k: number of keys of a batch entry, None: not known yet.
-            symbols: the captured ints, None: not known yet.
-
-        Returns:
-            The number; where the mask repeats along keys whose number is not known, `MAX_INTERVALS`.
-        """
+        """The largest number of key intervals that a row may see, without data; where the mask repeats along keys
+        whose number is not known yet, or by captured ints that are not, `MAX_INTERVALS`. Raises as `keys` does."""
         if not self.repeats:
             return len(self.solved.lanes)
         if seqlen_k is None or (symbols is None and self.num_symbols):

@@ -48,36 +48,17 @@ class TracedMask(NamedTuple):
 
 
 def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
-    """Calls `mask_mod(b, h, q, kv)` once, with symbols for tensors on `device`.
-
-    Args:
-        mask_mod: a function of b, h, q and kv.
-        device: of the tensors that these stand for.
-
-    Returns:
-        The program, which has key intervals that all heads share, and its tensors.
-
-    Raises:
-        UnsupportedMaskError: with all reasons why the mask has no program, or no such intervals.
-    """
+    """`read_mask_mod`, of a mask that has key intervals that all heads share. Raises UnsupportedMaskError with all
+    reasons why it has none."""
     traced = read_mask_mod(mask_mod, device)
     traced.program.require_one_mask()
     return traced
 
 
 def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
-    """`trace_mask_mod` of any mask_mod: `program.refusals` says why it has no key intervals.
-
-    Args:
-        mask_mod: a function of b, h, q and kv.
-        device: of the tensors that these stand for.
-
-    Returns:
-        The program and its tensors.
-
-    Raises:
-        UnsupportedMaskError: it asks for the value of what it is called with, or what it does cannot be followed.
-    """
+    """Calls `mask_mod(b, h, q, kv)` once, with symbols for tensors on `device`: the program, whose `refusals` say why
+    it has no key intervals, and its tensors. Raises UnsupportedMaskError where the mask_mod asks for the value of what
+    it is called with, or what it does cannot be followed."""
     device = torch.device(device)
     structure = structure_of(mask_mod)
     key = None if structure is None else (structure.key, device, torch.get_default_dtype())

@@ -18,7 +18,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.functions.functional import functional
-from magi_compile.functions.names import INDICES, is_in_place, is_numpy_scalar, is_random, name_of
+from magi_compile.functions.names import (
+    INDICES,
+    first_line,
+    is_in_place,
+    is_numpy_scalar,
+    is_random,
+    name_of,
+    result_of,
+)
 from magi_compile.functions.operators import OPERATORS, Kind
 from magi_compile.functions.text import (
     SourceError,
@@ -56,40 +64,15 @@ _OF_ROW, _OF_KEY = frozenset(("b", "h", "q")), frozenset(("b", "h", "kv"))
 _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
 
 
-def trace_graph(
-    graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
-) -> MaskProgram:
-    """`read_graph`, of a mask of all heads that intervals can express.
-
-    Args:
-        graph: as in `read_graph`, like what follows.
-        captures: see `graph`.
-        names: see `graph`.
-
-    Returns:
-        The program, which has key intervals that all heads share.
-
-    Raises:
-        UnsupportedMaskError: with all reasons why the mask has no program, or no such intervals.
-    """
-    program = read_graph(graph, captures, names)
-    program.require_one_mask()
-    return program
-
-
 def read_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
 ) -> MaskProgram:
-    """Reads the graph that Dynamo or torch.export made of a mask_mod.
+    """Reads the graph that Dynamo or torch.export made of a mask_mod, whose placeholders are b, h, q, kv, then the
+    captured values `captures`: tensors (real or fake) and ints, which are numbered separately. `names` are the user's
+    of the tensors.
 
-    Args:
-        graph: its placeholders are b, h, q, kv, then the captured values.
-        captures: the captured values, tensors (real or fake) and ints; tensors and ints are numbered separately.
-        names: what the user calls the captured tensors.
-
-    Returns:
-        The program: `refusals` says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it
-            is.
+    `refusals` of the program says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it
+    is.
     """
     graph = graph.graph if isinstance(graph, GraphModule) else graph
     return read_with_care(graph, captures, names)[0]
@@ -141,16 +124,7 @@ class _Value:
 
 
 class Tracer:
-    """Reads one graph.
-
-    Args:
-        graph: as in `read_graph`.
-        captures: see `read_graph`.
-        names: see `read_graph`.
-
-    Attributes:
-        has_failed: whether something that was tried with these captured values failed.
-    """
+    """Reads one graph; the arguments are those of `read_graph`."""
 
     def __init__(self, graph: Graph, captures: Sequence[Any], names: list[str]):
         self.graph = Graph()
@@ -184,7 +158,7 @@ class Tracer:
         self.columns: dict[Node, int] = {}
         self.numbers: dict[str, int] = {}  # of columns, by what computes them
         self.titles: dict[int, str] = {}
-        self.has_failed = False
+        self.has_failed = False  # something that was tried with these captured values
         self.values: dict[Node, _Value] = {}
         self.begin([copies[node] for node in placeholders], captures)
 
@@ -239,10 +213,7 @@ class Tracer:
         """The graph of ATen's operators, which write to nothing, that computes the same for all values of captured ints
         and for all symbolic sizes; None where there is none."""
         graph, captures = self.original
-        output = next(node for node in graph.nodes if node.op == "output")
-        result = output.args[0]
-        if isinstance(result, (tuple, list)) and len(result) == 1:
-            (result,) = result
+        result = result_of(graph)
         return functional(graph, result, captures) if isinstance(result, Node) else None
 
     def is_mask(self, value: _Value) -> bool:
@@ -301,7 +272,7 @@ class Tracer:
                 if self.mode is None and isinstance(example, Tensor) and not example.is_meta:
                     example = torch.empty_like(example, device="meta")  # made inside the mask_mod
         except Exception as error:
-            reason = f"`{name}` cannot be followed: {str(error).splitlines()[0] if str(error) else error!r}"
+            reason = f"`{name}` cannot be followed: {first_line(error)}"
             return self.refused(node, None, variables, reason, arguments)
         if isinstance(example, (bool, int)) and self.is_constant(arguments):
             return _Value(node, example, variables, const(example))

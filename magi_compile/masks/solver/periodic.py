@@ -40,20 +40,9 @@ _MAX_CHOICES = 12  # of min, max and where, one inside the other's result
 
 @lru_cache(maxsize=1024)
 def unroll(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> KeySet:
-    """The same keys, of `seqlen_k`, in lanes without repeats.
-
-    Args:
-        keys: a solved mask.
-        seqlen_k: number of keys of a batch entry.
-        symbols: the captured ints, which have their names in the lanes still.
-
-    Returns:
-        Lanes that hold each of their keys once.
-
-    Raises:
-        Refusal: a row sees more intervals than it may.
-        ValueError: a captured int by which keys repeat is not positive, or one that divides is zero.
-    """
+    """The same keys, of `seqlen_k`, in lanes without repeats, which hold each of their keys once. The captured ints
+    `symbols` have their names in the lanes still. Raises Refusal where a row sees more intervals than it may, and
+    ValueError where a captured int by which keys repeat is not positive, or one that divides is zero."""
     lanes = [plain for lane in keys.lanes for plain in _plain_lanes(lane, seqlen_k, symbols)]
     if len(lanes) > MAX_INTERVALS:
         raise Refusal(too_many(len(lanes)))

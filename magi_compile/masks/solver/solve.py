@@ -57,17 +57,8 @@ from magi_compile.masks.solver.key_sets import (
 
 @lru_cache(maxsize=1024)
 def solve(expr: Expr) -> KeySet:
-    """The keys for which the mask expression `expr` holds, in lanes that may repeat along the keys.
-
-    Args:
-        expr: a truth value of b, h, q, kv and what the mask captured.
-
-    Returns:
-        The lanes.
-
-    Raises:
-        UnsupportedMaskError: with every reason found why intervals cannot express the mask.
-    """
+    """The keys for which the mask expression `expr` holds, in lanes that may repeat along the keys. Raises
+    UnsupportedMaskError with every reason found why intervals cannot express the mask."""
     solver = _Solver()
     if expr.kind == "int":
         solver.reasons.append(f"a mask must be a truth value, got the integer `{expr}`")

@@ -44,7 +44,7 @@ def _from_intervals(call: MaskCall) -> AttnSlices | None:
     """The slices of intervals; None where these data have none, or more than there is room for, or where block lists
     hide something of them."""
     device = torch.device("cpu")
-    intervals = exact_intervals(call.mask, call.tables, call.symbols, **call.lengths, device=device)
+    intervals = exact_intervals(call.mask, call.tables, call.symbols, call.sizes, device)
     if intervals is None:
         return None
     if lists := call.lists:

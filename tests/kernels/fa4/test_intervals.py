@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from magi_compile.kernels.fa4.intervals import (
     blocks_of,
     intervals_of_rects,
-    lists_of,
     searched_bounds,
     unrolled_bounds,
 )
 from magi_compile.kernels.fa4.native import native_mask
+from magi_compile.masks.evaluation.block_lists import counts_and_order
 from magi_compile.masks.slices import AttnSlices
 from tests.support.cases import (
     CAUSAL,
@@ -123,8 +123,8 @@ def check_blocks(case: Case, block_rows: int, block_cols: int):
             block = dense[i * block_rows :, j * block_cols :][:block_rows, :block_cols]
             assert bool(full[i, j]) == bool(block.all())
             assert bool(partial[i, j]) == bool(block.any() and not block.all())
-    check_lists(lists_of(blocks_of(intervals, block_rows, block_cols)), partial, full)
-    by_column = lists_of(blocks_of(intervals, block_rows, block_cols).mT)
+    check_lists(counts_and_order(blocks_of(intervals, block_rows, block_cols)), partial, full)
+    by_column = counts_and_order(blocks_of(intervals, block_rows, block_cols).mT)
     check_lists(by_column, partial.t(), full.t())
 
 

@@ -11,12 +11,12 @@ from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.mapped import block_map_of
 from magi_compile.kernels.sm90.backward import launch as backward
 from magi_compile.kernels.sm90.forward import launch as forward
-from magi_compile.kernels.sm90.planner.block_map import plan_of_lists
 from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.plan.block_map import ListShape
 from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.plan.torch_walks import pairs_of, plan_of_lists
 
 NUM_SMS = 4
 MOST_THREADS = 512
@@ -159,7 +159,7 @@ def test_tables(name, deterministic, launches):
     if name != "anywhere":
         of_tokens = [x.sort(-1).values for x in of_tokens]
     table, lists = BlockTable(listed, *of_tokens), None
-    visible = table.pairs()
+    visible = pairs_of(table)
     if size:
         beside = listed_blocks(shape, "rows")
         order = beside.int().argsort(dim=-1, descending=True, stable=True).int()

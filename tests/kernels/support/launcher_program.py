@@ -32,7 +32,6 @@ from magi_compile.kernels.sm90.params import (
     mask_program_params,
     params_of,
 )
-from magi_compile.kernels.sm90.planner import block_map
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import launcher_build, native
 from magi_compile.masks.evaluation import verify
@@ -340,7 +339,6 @@ def block_tables(setup: Setup) -> None:
         PlanningKernel(),
         replace(PROBLEM, block_map=block_map),
     )
-    block_map._is_on_gpu = lambda given: True
     for intervals in (None, torch.zeros(ROWS, 1, 2).int()):
         for repeats in (False, True):
             table = [torch.ones(1, 1, 5, 7).bool(), *torch.zeros(2, 1, ROWS).int()]

@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import create_mask
 from magi_compile.masks.evaluation.block_table import block_table
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.program.read import read_mask_mod
+from tests.plan.torch_walks import pairs_of
 
 BATCH, HEADS, LENGTH_Q, LENGTH_K = 2, 4, 60, 50
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def test_tables(mask_mod):
     sizes = MaskSizes(BATCH, LENGTH_Q, LENGTH_K, Heads(HEADS, HEADS))
     table, checks = block_table(traced.program, traced.tables, (), sizes, CPU)
     assert all(bool(check.ok) for check in checks)
-    seen = table.pairs().expand(BATCH, HEADS, -1, -1)
+    seen = pairs_of(table).expand(BATCH, HEADS, -1, -1)
     wanted = create_mask(mask_mod, BATCH, HEADS, LENGTH_Q, LENGTH_K, device="cpu")
     if mask_mod is beside_a_window:
         pairs = torch.ones(LENGTH_Q, LENGTH_K, dtype=torch.bool)
@@ -70,7 +71,7 @@ def test_tables(mask_mod):
     else:
         assert found.beside.is_always_true
     assert torch.equal(seen, wanted.expand_as(seen))
-    density = table.pairs().double().mean().item()
+    density = pairs_of(table).double().mean().item()
     assert table.density() == pytest.approx(density)
 
 

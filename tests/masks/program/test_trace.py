@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
-from magi_compile.masks import MaskProgram, UnsupportedMaskError, trace_graph, trace_mask_mod
+from magi_compile.masks import MaskProgram, UnsupportedMaskError, trace_mask_mod
+from tests.masks.support.helpers import trace_graph
 
 document = torch.tensor([0] * 40 + [1] * 60)
 bytes_ = document.to(torch.uint8)

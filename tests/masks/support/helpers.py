@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
-from magi_compile.masks import MaskProgram, trace_graph
+from magi_compile.masks import MaskProgram
+from magi_compile.masks.program.trace import read_graph
 
 
 def dense_mask(mask_mod: Callable, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -46,6 +47,13 @@ def evaluate(
     text = re.sub(r"\b(\d+|True|False)\b", r"tensor(\1)", text)
     shown = eval(text, {"tensor": torch.tensor, **names})
     return shown.expand(batch, heads, seqlen_q, seqlen_k).flatten(0, 1)
+
+
+def trace_graph(graph, captures: Sequence, names: Sequence[str] = ()) -> MaskProgram:
+    """The program of a graph, which must be one mask of all heads."""
+    program = read_graph(graph, captures, names)
+    program.require_one_mask()
+    return program
 
 
 def packed(mask: Tensor) -> Tensor:

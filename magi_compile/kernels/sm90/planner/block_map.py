@@ -40,7 +40,6 @@ from magi_compile.plan.block_map import (
     ROWS_OF_SPAN,
     ListShape,
     MapWalkShape,
-    walk_of_lists,
 )
 
 _THREADS_OF_LISTS, _THREADS_OF_TILES = 1024, 512
@@ -76,7 +75,7 @@ def plan_of_lists(
     intervals: Tensor | None = None,
     table: BlockTable | None = None,
 ) -> Plan:
-    """The plan of `lists`: on their GPU, on torch's current stream, without a wait; elsewhere by operations of torch.
+    """The plan of `lists`: on their GPU, on torch's current stream, without a wait.
 
     Args:
         lists: ints, as in a BlockMask, of 1 or `shape.batch` batch entries and 1 or `shape.heads` heads; None where
@@ -97,6 +96,27 @@ def plan_of_lists(
         NotImplementedError: there is no room for so many blocks.
         ValueError: there are too few lists, or of other batch entries or heads.
     """
+    lists, table = check_given(lists, shape, intervals, table)
+    raise_pending()
+    if table is not None:
+        return _plan_of_table(table, lists, shape, problem, intervals)
+    assert lists is not None
+    device = lists.kv_indices.device
+    kinds = [[x.int() for x in broadcast(kind, shape.num_q)] for kind in lists.kinds]
+    layouts = tuple((x.shape, x.stride()) for kind in kinds for x in kind)
+    walks, tiles = walk_shapes(shape, problem), plan_tiles(problem)
+    with on_device(device):
+        call = _call(layouts, shape, walks, tiles, problem.block_map, device)
+        given = [x for kind in kinds for x in kind]
+        packed, tensor, *_ = call.run([*given, intervals], device)
+    return unpack([packed, tensor])
+
+
+def check_given(
+    lists: BlockLists | None, shape: ListShape, intervals: Tensor | None, table: BlockTable | None
+) -> tuple[BlockLists | None, BlockTable | None]:
+    """The lists and the table to plan, which `shape` must fit: of lists whose blocks are no multiples of 64, a table.
+    Raises as `plan_of_lists`."""
     if refusals := map_refusals(shape):
         raise NotImplementedError(f"the plan of block lists {refusals[0]}")
     if lists is not None:
@@ -107,31 +127,7 @@ def plan_of_lists(
     if shape.has_table and table is None:
         assert lists is not None
         table, lists = table_of_lists(lists, shape, intervals), None
-    walks, tiles = walk_shapes(shape, problem), plan_tiles(problem)
-    given = table.listed if table is not None else lists.kv_indices  # type: ignore[union-attr]
-    if not _is_on_gpu(given):
-        listed = None
-        if lists is not None:
-            is_partial, is_full = lists.grids(shape.num_q, shape.num_k)
-            listed = (is_partial | is_full).expand(shape.batch, shape.heads, -1, -1)
-        q_walk, k_walk = (walk_of_lists(listed, walk, intervals, table) for walk in walks)
-        return Plan(tiles, q_walk, k_walk, q_walk.tiles.new_zeros(0), block_map=problem.block_map)
-    raise_pending()
-    device = given.device
-    if table is not None:
-        return _plan_of_table(table, lists, shape, problem, intervals)
-    assert lists is not None
-    kinds = [[x.int() for x in broadcast(kind, shape.num_q)] for kind in lists.kinds]
-    layouts = tuple((x.shape, x.stride()) for kind in kinds for x in kind)
-    with on_device(device):
-        call = _call(layouts, shape, walks, tiles, problem.block_map, device)
-        given = [x for kind in kinds for x in kind]
-        packed, tensor, *_ = call.run([*given, intervals], device)
-    return unpack([packed, tensor])
-
-
-def _is_on_gpu(given: Tensor) -> bool:
-    return given.device.type == "cuda"
+    return lists, table
 
 
 def table_of_lists(

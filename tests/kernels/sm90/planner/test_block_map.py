@@ -11,12 +11,12 @@ from magi_compile._checks import MaskDataError
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.mapped import block_map_of, walk_shapes
 from magi_compile.kernels.sm90.planner import block_map as planner
-from magi_compile.kernels.sm90.planner.block_map import plan_of_lists
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.plan.block_map import ListShape
 from tests.kernels.support import idle_driver
 from tests.kernels.support.cpp import compile_library
+from tests.plan.torch_walks import plan_of_lists
 
 CPU = torch.device("cpu")
 MAIN = """
@@ -150,12 +150,6 @@ def on_host(on_host_kernels, monkeypatch):
     idle_driver.clear_caches()
 
 
-def by_kernels(lists, shape, problem, intervals=None, table=None):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_is_on_gpu", lambda *_: True)
-        return plan_of_lists(lists, shape, problem, intervals, table)
-
-
 def assert_same(actual, expected, shapes):
     """Equal, but for what is behind words and intervals."""
     for x, y, shape in zip(
@@ -186,7 +180,7 @@ def assert_same(actual, expected, shapes):
 def test_the_source_on_the_host(name, head_dim, on_host):
     shape = ListShape(*SHAPES[name])
     problem, lists = problem_of(shape, head_dim), lists_of(listed_of(shape))
-    plan = by_kernels(lists, shape, problem)
+    plan = planner.plan_of_lists(lists, shape, problem)
     assert plan.block_map == problem.block_map
     assert_same(plan, plan_of_lists(lists, shape, problem), walk_shapes(shape, problem))
 
@@ -197,7 +191,7 @@ def test_the_source_on_the_host_beside_intervals(name, kind, on_host):
     shape = ListShape(*SHAPES[name], intervals=2 if kind == "two" else 1)
     intervals = intervals_of(shape, kind)
     problem, lists = problem_of(shape), lists_of(listed_of(shape), full_share=0)
-    plan = by_kernels(lists, shape, problem, intervals)
+    plan = planner.plan_of_lists(lists, shape, problem, intervals)
     assert_same(plan, plan_of_lists(lists, shape, problem, intervals), walk_shapes(shape, problem))
     planner.raise_pending()
 
@@ -237,7 +231,7 @@ def test_tables_on_the_host(name, head_dim, order, on_host):
     *sizes, num_q, num_k = TABLES[name]
     shape = ListShape(*sizes, 64, 64, 0, num_q, num_k)
     problem, table = problem_of(shape, head_dim), table_of(shape, order)
-    plan = by_kernels(None, shape, problem, table=table)
+    plan = planner.plan_of_lists(None, shape, problem, table=table)
     assert plan.block_map == problem.block_map
     expected = plan_of_lists(None, shape, problem, table=table)
     assert_same(plan, expected, walk_shapes(shape, problem))
@@ -252,7 +246,7 @@ def test_tables_on_the_host_beside_lists_and_intervals(name, kind, on_host):
     intervals = intervals_of(shape, kind) if kind else None
     problem, table = problem_of(shape), table_of(shape, density=0.7)
     lists = lists_of(listed_of(shape, density=0.6), full_share=0)
-    plan = by_kernels(lists, shape, problem, intervals, table)
+    plan = planner.plan_of_lists(lists, shape, problem, intervals, table)
     expected = plan_of_lists(lists, shape, problem, intervals, table)
     assert_same(plan, expected, walk_shapes(shape, problem))
     planner.raise_pending()
@@ -264,7 +258,7 @@ def test_lists_of_odd_blocks_are_tables(beside, on_host):
     lists = lists_of(listed_of(shape), full_share=0.5 if not beside else 0)
     intervals = intervals_of(shape, "causal") if beside else None
     problem = problem_of(shape)
-    plan = by_kernels(lists, shape, problem, intervals)
+    plan = planner.plan_of_lists(lists, shape, problem, intervals)
     expected = plan_of_lists(lists, shape, problem, intervals)
     assert_same(plan, expected, walk_shapes(shape, problem))
 
@@ -276,11 +270,11 @@ def test_a_full_block_that_a_table_hides_something_of(on_host):
     counts = torch.ones(1, 1, 2, dtype=torch.int32)
     indices = torch.tensor([[0, 1], [1, 0]]).int()[None, None]
     lists = BlockLists(counts * 0, indices, counts, indices)
-    by_kernels(lists, shape, problem_of(shape), table=BlockTable(listed, blocks, blocks))
+    planner.plan_of_lists(lists, shape, problem_of(shape), table=BlockTable(listed, blocks, blocks))
     planner.raise_pending()
     blocks = blocks.clone()
     blocks[:, 200] = 0
-    by_kernels(lists, shape, problem_of(shape), table=BlockTable(listed, blocks, blocks))
+    planner.plan_of_lists(lists, shape, problem_of(shape), table=BlockTable(listed, blocks, blocks))
     with pytest.raises(MaskDataError, match="it hides some in kv block 1 of q block 1 of head 0"):
         planner.raise_pending()
 
@@ -344,10 +338,10 @@ def test_full_blocks_that_hide_something(on_host):
     counts = torch.ones(1, 1, shape.num_q, dtype=torch.int32)
     indices = torch.ones(1, 1, shape.num_q, shape.num_k, dtype=torch.int32)
     lists = BlockLists(counts * 0, indices, counts, indices)
-    by_kernels(lists, shape, problem_of(shape), intervals)
+    planner.plan_of_lists(lists, shape, problem_of(shape), intervals)
     planner.raise_pending()
     rows[200, :] = torch.tensor([[128, 255], [0, 0]])
-    by_kernels(lists, shape, problem_of(shape), intervals)
+    planner.plan_of_lists(lists, shape, problem_of(shape), intervals)
     words = "hides no key, but it hides some in kv block 1 of q block 1 of head . of batch entry 0"
     with pytest.raises(MaskDataError, match=words):
         planner.raise_pending()
