@@ -15,15 +15,14 @@ import torch
 
 import magi_compile
 from magi_bench import arguments
+from magi_bench.arguments import Settings
 from magi_bench.cases import PASS_TITLES, Case, format_length
-from magi_bench.clock import ALONE, Alone, Ready, Turns, in_turns, wait, warm_up, work_of
+from magi_bench.clock import ALONE, Alone, Ready, Turns, in_turns, summary, wait, warm_up, work_of
 from magi_bench.contenders.base import Contender
 from magi_bench.process import WorkerLost
 from magi_bench.progress import said_while
 from magi_bench.results import provenance
 from magi_bench.results.rows import Ledger, Row
-from magi_bench.settings import Settings
-from magi_bench.timing import summary
 from magi_compile.lowering.report import Decision, lowering_report
 
 # What no contender should end in.
@@ -319,7 +318,7 @@ class Runner:
                 self.ledger.add(case, row["contender"], row)
 
     def _write(self) -> None:
-        from magi_bench.report.markdown import to_markdown
+        from magi_bench.report.pages import to_markdown
 
         if self.output:
             Path(f"{self.output}.md").write_text(to_markdown(self.ledger.results))

@@ -7,7 +7,8 @@ import pytest
 
 from magi_bench.cases import Case
 from magi_bench.cli import main
-from magi_bench.report import markdown, tables, write_report
+from magi_bench.report import tables
+from magi_bench.report.pages import BEGIN, END, write_report
 from magi_bench.report.tables import groups
 from magi_bench.results import rows
 
@@ -130,7 +131,7 @@ def test_readme_table(results, tmp_path):
     readme.write_text("no marks")
     with pytest.raises(SystemExit):
         main(command)
-    readme.write_text(f"before\n{markdown.BEGIN}\nold\n{markdown.END}\nafter\n")
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     assert main(command) == 0
     text = readme.read_text()
     assert text.startswith("before\n")

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -133,3 +134,22 @@ def memory_refusal(needed: int, what: str, device: str) -> list[str]:
     if needed <= total // 2:
         return []
     return [f"{what} would take {needed / 2**30:.0f} GiB of {total / 2**30:.0f} GiB"]
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of `function` for Dynamo, which keeps what it compiled, for all backends, with a function's code."""
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    """torch.compile for static shapes, with code of its own for Dynamo to guard."""
+    return torch.compile(with_own_code(function), dynamic=False, **options)

@@ -20,6 +20,7 @@ from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import _compat
 
 BLOCK = 128
+NO_BACKWARD = "FlexAttention has no backward on a CPU"
 
 
 class FlexTriton(Kernel):

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from magi_bench import arguments, runner
+from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.clock import Ahead, Ready
+from magi_bench.clock import Ahead, Protocol, Ready, matmul_tflops
 from magi_bench.contenders.base import Contender
+from magi_bench.contenders.flex import NO_BACKWARD
 from magi_bench.doors import torchtitan_runs
 from magi_bench.gate import Check, StepTruth, rounding_of_step, truth_of_step
 from magi_bench.results.rows import Row
-from magi_bench.settings import Settings
-from magi_bench.step.contenders import NO_BACKWARD
-from magi_bench.timing import Protocol, matmul_tflops
 from magi_bench.workloads import lengths
 from magi_compile import _compat
 

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import magi_compile.integrations.transformers  # noqa: F401  (registers "magi")
-from magi_bench.settings import Settings
+from magi_bench.arguments import Settings
 from magi_bench.workloads import lengths
 
 VERSION = transformers.__version__

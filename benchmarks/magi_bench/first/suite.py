@@ -9,12 +9,11 @@ import tempfile
 from dataclasses import replace
 
 from magi_bench import arguments, runner
+from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.clock import Rounds
+from magi_bench.clock import Rounds, summary
 from magi_bench.process import Process, WorkerLost
 from magi_bench.results.rows import Row
-from magi_bench.settings import Settings
-from magi_bench.timing import summary
 
 LABELS = {"magi": 'backend="magi"', "flex": "FlexAttention"}
 CASES = ("causal", "documents", "alibi")

@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from magi_bench import arguments, runner
+from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.clock import Ready, Rounds
 from magi_bench.contenders.base import Contender
 from magi_bench.gate import Check
 from magi_bench.process import Process
 from magi_bench.report.tables import ratios_by_contender
-from magi_bench.settings import Settings
 from magi_bench.workloads.presets import SEEDS_MASKS
 from magi_bench.workloads.workload import MASKS, build
 

@@ -6,18 +6,24 @@ import pytest
 import torch
 
 from magi_bench import gate, runner
+from magi_bench.arguments import Settings
 from magi_bench.cli import main
 from magi_bench.clock import Rounds, Work
 from magi_bench.gate import Check
-from magi_bench.mods import contenders
-from magi_bench.mods.contenders import FLEX, Compiled, beside
-from magi_bench.mods.masks import canvas
-from magi_bench.mods.mod import BLOCK, Mod, Place
-from magi_bench.mods.problem import Problem, results_of
-from magi_bench.mods.suite import MODS, Mods
+from magi_bench.mods.catalogue import BLOCK, Mod, Place, canvas
+from magi_bench.mods.suite import (
+    FLEX,
+    MODS,
+    Compiled,
+    Mods,
+    Problem,
+    _attend,
+    beside,
+    contenders,
+    results_of,
+)
 from magi_bench.report import tables
 from magi_bench.results import rows as files
-from magi_bench.settings import Settings
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.report import REPORT, Decision
 from tests.bench.flat import flat, rows_of
@@ -97,7 +103,7 @@ def test_the_truth_is_that_of_eager_flex_attention(name):
     leaves = asked.leaves(False)
     score_mod = asked.made.score_mod(leaves.learned)
     with torch.no_grad():
-        out = contenders._attend(*leaves[:3], score_mod, asked.made.block_mask, None)
+        out = _attend(*leaves[:3], score_mod, asked.made.block_mask, None)
     assert gate.relative_error(results_of(out, [])[0], asked.exact[0]) < 1e-5
 
 
@@ -355,12 +361,12 @@ def test_bad_arguments(arguments, message, capsys):
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_counted():
     settings = Settings("cuda", "bfloat16", (1024,), 4, 2, 128)
-    found = execute(contenders.contenders(()), settings, ("documents",))
+    found = execute(contenders(()), settings, ("documents",))
     assert [row["status"] for row in found.values()] == ["ok"] * 4
     assert all(row["kernels"] >= 1 and row["kernel_ms"] > 0 for row in found.values())
 
 
 def test_who_takes_part_in_the_order_of_reports():
-    taking_part = contenders.contenders(["cpu"], ["flex-flash"])
+    taking_part = contenders(["cpu"], ["flex-flash"])
     assert [x.name for x in taking_part] == ["flex", "flex-flash", "magi", "magi-cpu"]
     assert [x.is_ours for x in taking_part] == [False, False, True, True]

@@ -16,7 +16,7 @@ from magi_bench.clock import Ready
 from magi_bench.contenders.base import Attend
 from magi_bench.contenders.flex import make_block_mask
 from magi_bench.ranks import base
-from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.base import Problem
 from magi_bench.ranks.strategies import placement
 from magi_bench.ranks.strategies.attention import (
     GatherAttention,

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from magi_bench.arguments import Settings
 from magi_bench.clock import Rounds
 from magi_bench.gate import exact_and_plain
-from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.base import Problem
 from magi_bench.ranks.strategies import transport
 from magi_bench.ranks.strategies.attention import RingAttention
 from magi_bench.ranks.strategies.contenders import (
@@ -25,7 +26,6 @@ from magi_bench.ranks.strategies.contenders import (
 )
 from magi_bench.ranks.strategies.kernels import LOCAL_KERNELS
 from magi_bench.ranks.strategies.placement import positions, zigzag
-from magi_bench.settings import Settings
 from magi_bench.workloads import lengths
 from magi_bench.world import World
 from magi_compile.kernels.reference import exact_forward
