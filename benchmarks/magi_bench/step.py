@@ -24,7 +24,7 @@ from magi_bench.clock import Ahead, Ready
 from magi_bench.contenders.base import Contender, Layout, compiled
 from magi_bench.contenders.flash_attention import FlashAttention4
 from magi_bench.contenders.flex import NO_BACKWARD, FlexFlash
-from magi_bench.gate import Check, exact_and_plain, judge
+from magi_bench.gate import Check, Truth, exact_and_plain
 from magi_bench.results.rows import Row
 from magi_bench.workloads import lengths, workload
 from magi_bench.workloads.llama import (
@@ -69,9 +69,9 @@ class Problem:
     def __init__(self, settings: Settings, tokens: int, ways: Mapping[str, Way]):
         self.settings, self.tokens, self.ways = settings, tokens, ways
         self._compiled: dict[Hashable, Any] = {}
-        self._results: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self.inputs = lru_cache(None)(self._inputs)
         self.block_mask = lru_cache(None)(self.new_block_mask)
+        self.truth = lru_cache(None)(self._truth)
 
     def workload(self, layer: int = 0) -> Workload:
         """As kernels of magi-bench get it; every layer has q, k and v of its own, and all have one mask."""
@@ -99,22 +99,18 @@ class Problem:
         """The mask of a turn, made by one of `MAKERS`; `block_mask` keeps it."""
         return MAKERS[maker](self.document(turn))
 
-    def reference(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Out, dq, dk and dv of turn 0, packed: in fp64, and by plain PyTorch in `dtype`; document by document."""
-        if layer not in self._results:
-            inputs, begin = self.inputs(layer), 0
-            parts = []
-            for length in self.lengths(0):
-                case = replace(self.workload().case, mask="causal", lengths="whole", seqlen=length)
-                rows = slice(begin, begin + length)
-                document = Inputs(*(x[rows] for x in inputs))
-                parts.append(exact_and_plain(workload.build(case), document))
-                begin += length
-            exact, plain = (
-                [torch.cat(x) for x in zip(*side, strict=True)] for side in zip(*parts, strict=True)
-            )
-            self._results[layer] = exact, plain
-        return self._results[layer]
+    def _truth(self, layer: int) -> Truth:
+        """Out, dq, dk and dv of turn 0, packed; document by document."""
+        inputs, parts, begin = self.inputs(layer), [], 0
+        for length in self.lengths(0):
+            case = replace(self.workload().case, mask="causal", lengths="whole", seqlen=length)
+            document = Inputs(*(x[begin : begin + length] for x in inputs))
+            parts.append(exact_and_plain(workload.build(case), document))
+            begin += length
+        exact, plain = (
+            [torch.cat(x) for x in zip(*side, strict=True)] for side in zip(*parts, strict=True)
+        )
+        return Truth.of(exact, plain, inputs.q.dtype)
 
     def compiled(self, key: Hashable, function: Callable[..., Any], **options: Any) -> Any:
         """`torch.compile(function)`, one for each key, with code of its own for Dynamo to guard."""
@@ -210,9 +206,8 @@ class FlexByFlash(Compiled):
     label = "FlexAttention, FLASH"
     groups = ("calls", "eager", "training")
     kernel_options = {"BACKEND": "FLASH"}  # noqa: RUF012
-
-    def unavailable(self, device: str) -> str | None:
-        return "runs on cuda, not on cpu" if device == "cpu" else FlexFlash().available()
+    devices = ("cuda",)
+    module = FlexFlash.module
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
         if problem.ways[case.mask].mode:
@@ -248,9 +243,8 @@ class FlashAttention(MagiEager):
     name = "fa4"
     label = "flash-attn-4, varlen"
     is_ours = False
-
-    def unavailable(self, device: str) -> str | None:
-        return "runs on cuda, not on cpu" if device == "cpu" else FlashAttention4().available()
+    devices = ("cuda",)
+    module = FlashAttention4.module
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
         attend = FlashAttention4().prepare(problem.workload(), problem.inputs(0))
@@ -333,7 +327,7 @@ def check_attention(
     checks = []
     for layer in {0, case.layers - 1}:
         packed = [layout.to_packed(x.detach()) for x in results[layer :: case.layers]]
-        checks.append(judge(packed, *problem.reference(layer)))
+        checks.append(problem.truth(layer).check(packed, problem.tokens))
     return max(checks, key=lambda check: max(x / check.allowed[n] for n, x in check.errors.items()))
 
 

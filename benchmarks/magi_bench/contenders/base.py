@@ -46,10 +46,18 @@ class Contender(ABC):
     label: str  # how reports call it
     is_ours: bool = False  # ratios are to the first of these that has a time
     is_alone: bool = False  # whether its times have no ratio, as its work is another
+    devices: tuple[str, ...] = ("cuda", "cpu")  # where it runs
+    module: str | None = None  # what must be imported
+
+    def available(self) -> str | None:
+        """Why it cannot be had on this machine, or None. May import packages."""
+        return import_error(self.module) if self.module else None
 
     def unavailable(self, device: str) -> str | None:
-        """Why it cannot be had on this machine, or None."""
-        return None
+        """Why it cannot be had on a device of this machine, or None."""
+        if device not in self.devices:
+            return f"runs on {' and '.join(self.devices)}, not on {device}"
+        return self.available()
 
     def supports(self, problem: Any, case: Any) -> list[str]:
         """Every reason against a case; empty if it runs."""
@@ -68,17 +76,12 @@ class Kernel(Contender):
     """One implementation of attention. A worker process of its own makes one instance and keeps it."""
 
     levels: tuple[str, ...] = ("kernel",)  # which cases it takes part in, of "kernel" and "sparse"
-    devices: tuple[str, ...] = ("cuda",)  # of "cuda" and "cpu"
+    devices = ("cuda",)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")  # of q, k, v
     layout: Layout = Layout.PACKED  # what `prepare`'s result takes and returns
     has_backward: bool = True  # whether it can be differentiated
     compiles_slowly: bool = False  # whether a new shape costs seconds; such contenders run last
-    module: str | None = None  # what must be imported
     distributions: tuple[str, ...] = ()  # of packages that it consists of
-
-    def available(self) -> str | None:
-        """Why it cannot be had on this machine, or None. May import packages; runs in the worker."""
-        return import_error(self.module) if self.module else None
 
     def supports(self, workload: Workload, device: str) -> list[str]:
         """Every reason against this workload beyond level, device and dtype; empty if it runs."""

@@ -20,7 +20,7 @@ from magi_bench.clock import Ahead, Protocol, Ready, matmul_tflops
 from magi_bench.contenders.base import Contender
 from magi_bench.contenders.flex import NO_BACKWARD
 from magi_bench.doors import torchtitan_runs
-from magi_bench.gate import Check, StepTruth, rounding_of_step, truth_of_step
+from magi_bench.gate import Check, Truth, rounding_of_step, truth_of_step
 from magi_bench.results.rows import Row
 from magi_bench.workloads import lengths
 from magi_compile import _compat
@@ -48,7 +48,7 @@ class Problem:
         self.settings, self.door, self.model = settings, door, model
         self.tokens, self.gate = tokens, gate or self
         # What the first attention that was right gives, and whose it is; of the small input the truth.
-        self.agreed: tuple[StepTruth, str] | None = None
+        self.agreed: tuple[Truth, str] | None = None
         if gate is None:
             eager, inputs = copy.deepcopy(model), door.make_inputs(settings, tokens, 0)
             truth = truth_of_step(eager, lambda: door.step(eager, eager, inputs))
@@ -83,7 +83,7 @@ class Attention(Contender):
         self._facts["breaks"] = _compat.num_graph_breaks() - breaks
         if problem.agreed is None:
             allowed = rounding_of_step(getattr(torch, problem.settings.dtype))
-            truth = StepTruth(results, {what: 2 * error for what, error in allowed.items()})
+            truth = Truth(results, {what: 2 * error for what, error in allowed.items()})
             problem.agreed = truth, f"{self.name}, {case.mode}"
         truth, whose = problem.agreed
         return truth.check(results, problem.tokens)._replace(against=whose)

@@ -22,7 +22,7 @@ from magi_bench.cases import Case
 from magi_bench.clock import Ready
 from magi_bench.contenders.base import Contender, Layout, compiled
 from magi_bench.contenders.flex import NO_BACKWARD
-from magi_bench.gate import RESULTS, Check, judge, weigh
+from magi_bench.gate import RESULTS, Check, Truth, weigh
 from magi_bench.mods.catalogue import BLOCK, MASKS, SCORES, Made, Mod, Place, ScoreMod
 from magi_bench.results.rows import Row
 from magi_bench.workloads import workload
@@ -67,9 +67,10 @@ class Problem:
         self.compiled: dict[Any, Any] = {} if gate is None else gate.compiled
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the results."""
-        return (*RESULTS, *(f"gradient of {name}" for name in self.made.learned))
+    def dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
+        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        return dtype
 
     @cached_property
     def made(self) -> Made:
@@ -90,14 +91,11 @@ class Problem:
         return Leaves(q, k, v, learned, dout.to(dtype or dout.dtype))
 
     @cached_property
-    def exact(self) -> list[Tensor]:
-        """Out, dq, dk, dv and the gradients of learned tensors, in fp64; all but the last ones packed."""
-        return self._dense(torch.float64)
-
-    @cached_property
-    def plain(self) -> list[Tensor]:
-        """The same by plain PyTorch in the dtype of q, but for scores, which FlexAttention has in fp32."""
-        return self._dense(None)
+    def truth(self) -> Truth:
+        """Out, dq, dk, dv and the gradients of learned tensors; all but the last ones packed. Plain PyTorch has the
+        dtype of q, but for scores, which FlexAttention has in fp32."""
+        names = (*RESULTS, *(f"gradient of {name}" for name in self.made.learned))
+        return Truth.of(self._dense(torch.float64), self._dense(None), self.dtype, names)
 
     def _dense(self, dtype: torch.dtype | None) -> list[Tensor]:
         """One query head after the other."""
@@ -150,7 +148,7 @@ class Problem:
 
 
 def results_of(out: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a call, in the order of `Problem.names`, as `Problem.exact` has it."""
+    """The results of a call, in the order of `Problem.truth`."""
     packed = [Layout.HEADS_FIRST.to_packed(x.detach()) for x in (out, *gradients[:3])]
     return [*packed, *gradients[3:]]
 
@@ -213,9 +211,9 @@ class Compiled(Contender):
             return None
         out, *gradients = results
         found = results_of(out, gradients)
-        check = judge(found, problem.exact, problem.plain, problem.names)
+        check = problem.truth.check(found, problem.tokens)
         if case.which in problem.yardstick:
-            check = beside(check, problem.yardstick[case.which], problem.plain[0].dtype)
+            check = beside(check, problem.yardstick[case.which], problem.dtype)
         elif self.name == FLEX.name and check.passed:
             problem.yardstick[case.which] = check
         return check

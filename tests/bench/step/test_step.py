@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from magi_bench.contenders.base import with_own_code
 from torch import Tensor
 
 from magi_bench import clock, runner, step
 from magi_bench.arguments import Settings
 from magi_bench.cli import main
 from magi_bench.clock import Ready, Rounds, in_turns
+from magi_bench.contenders.base import with_own_code
 from magi_bench.gate import STEP_RESULTS
 from magi_bench.report import tables
 from magi_bench.results import rows as files
