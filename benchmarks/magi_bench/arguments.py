@@ -4,7 +4,7 @@ prints messages."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -60,22 +60,6 @@ class Settings:
     cell_limit: float = 120.0  # `kernel`, `sparse`: seconds after which a case is given up
     jobs: int = 1  # `kernel`, `sparse`: how many contenders prove themselves at a time
 
-    @classmethod
-    def of(cls, args: argparse.Namespace, **more: Any) -> Settings:
-        """Reads the options of a command, and `more` in their place."""
-        given = {x.name: getattr(args, x.name) for x in fields(cls) if hasattr(args, x.name)} | more
-        if isinstance(getattr(args, "heads", None), str):
-            given["nheads_q"], given["nheads_kv"] = map(int, args.heads.split(":"))
-        if "rounds" in args:
-            given["rounds"] = Rounds(args.rounds, getattr(args, "turn_ms", Rounds().turn_ms))
-        given["dtype"] = given.get("dtype") or (
-            "float32" if given["device"] == "cpu" else "bfloat16"
-        )
-        values: dict[str, Any] = {
-            k: tuple(x) if isinstance(x, list) else x for k, x in given.items()
-        }
-        return cls(**values)
-
     @property
     def dim(self) -> int:
         """The width of a model's residual stream."""
@@ -111,23 +95,23 @@ def count(text: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> float:
-    """A positive number."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return number
+def number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of numbers that fit, which are `what` in messages."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+        return value
+
+    return parse
 
 
-def share(text: str) -> float:
-    """A number above 0 and up to 1."""
-    number = positive(text)
-    if number > 1:
-        raise argparse.ArgumentTypeError(f"must be a share of at most 1, got {text!r}")
-    return number
+positive = number("a positive number", lambda x: x > 0)
+share = number("a share of at most 1, above 0", lambda x: 0 < x <= 1)
 
 
 def heads(text: str) -> str:
@@ -189,7 +173,14 @@ def settings_of(args: argparse.Namespace, quick: Mapping[str, Any], **more: Any)
         vars(args).update(quick)
     if args.out and not args.out.parent.is_dir():
         raise FileNotFoundError(f"`--out` must lie in a folder that exists, got {args.out}")
-    return Settings.of(args, device=device, **more)
+    given = {x.name: getattr(args, x.name) for x in fields(Settings) if x.name in args} | more
+    if isinstance(getattr(args, "heads", None), str):
+        given["nheads_q"], given["nheads_kv"] = map(int, args.heads.split(":"))
+    if "rounds" in args:
+        given["rounds"] = Rounds(args.rounds, getattr(args, "turn_ms", Rounds.turn_ms))
+    given["dtype"] = given.get("dtype") or ("float32" if device == "cpu" else "bfloat16")
+    values: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in given.items()}
+    return Settings(**{**values, "device": device})
 
 
 def device_of(asked: str | None) -> str:

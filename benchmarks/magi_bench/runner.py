@@ -406,7 +406,7 @@ def recompiled(row: Row) -> int:
 def fault(row: Row) -> str:
     """The fault of a row, in a line."""
     what = row.get("reason") or f"{recompiled(row)} graphs compiled while time was taken"
-    return f"{where(Case.from_json(row['case']))}, {row['contender']}: {what}"
+    return f"{where(Case(**row['case']))}, {row['contender']}: {what}"
 
 
 def conclude(done: Runner) -> int:

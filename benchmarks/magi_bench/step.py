@@ -119,16 +119,10 @@ class Problem:
         return self._compiled[key]
 
 
-class StepContender(Contender):
-    """One way to compute a case. It takes part in the rows of some `groups`, names in `suite.GROUPS`."""
-
-    groups: tuple[str, ...]
-
-
-class Compiled(StepContender):
+class Compiled(Contender):
     """FlexAttention through torch.compile, with one of its backends."""
 
-    groups: tuple[str, ...] = ("calls", "layers", "training")
+    groups: tuple[str, ...] = ("calls", "layers", "training")  # of rows, names in `GROUPS`
     backend = "inductor"
     kernel_options: dict[str, Any] | None = None
 
@@ -225,7 +219,7 @@ class Magi(Compiled):
     is_ours = True
 
 
-class MagiEager(StepContender):
+class MagiEager(Contender):
     name = "magi-eager"
     label = "flex_flash_attention"
     groups = ("eager",)
@@ -252,7 +246,13 @@ class FlashAttention(MagiEager):
 
 
 #: In the order of reports.
-CONTENDERS: tuple[type[StepContender], ...] = (Flex, FlexByFlash, FlashAttention, Magi, MagiEager)
+CONTENDERS: tuple[type[Compiled | MagiEager], ...] = (
+    Flex,
+    FlexByFlash,
+    FlashAttention,
+    Magi,
+    MagiEager,
+)
 
 
 class Masks(Ahead):
@@ -382,8 +382,7 @@ class Step(runner.Suite):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        taking_part = settings.contenders
-        self._all = [x() for x in CONTENDERS if taking_part is None or x.name in taking_part]
+        self.everyone = [x() for x in CONTENDERS]
 
     def cases(self) -> Iterator[Case]:
         for tokens in self.settings.tokens:
@@ -400,7 +399,8 @@ class Step(runner.Suite):
                 yield self.settings.case("step", way.name, tokens, **more)
 
     def contenders(self, case: Case) -> Sequence[Contender]:
-        return [x for x in self._all if self._problem.ways[case.mask].group in x.groups]
+        group = self._problem.ways[case.mask].group
+        return [x for x in super().contenders(case) if group in x.groups]
 
     def problem(self, case: Case, contender: Contender) -> Problem:
         return self._problem

@@ -176,12 +176,12 @@ class _Run:
             checked = set()
             for task in tasks:
                 case = task.case
-                small = case.at(min(case.seqlen, self.settings.gate_tokens))
+                small = replace(case, seqlen=min(case.seqlen, self.settings.gate_tokens))
                 if task.names != names or small in checked or self.is_over:
                     continue
                 checked.add(small)
                 begun[names] = f"{', '.join(names)}, its {len(checked)}. case, {small.key}"
-                request = {"op": "gate", "case": case.to_json()}
+                request = {"op": "gate", "case": asdict(case)}
                 try:
                     self.workers[names].ask(request, self.settings.cell_limit)
                 except WorkerLost as lost:
@@ -207,7 +207,7 @@ class _Run:
     def _time(self, task: Task, names: list[str]) -> None:
         request = {
             "op": "time",
-            "case": task.case.to_json(),
+            "case": asdict(task.case),
             "passes": self.settings.passes,
             "protocol": asdict(self.settings.protocol),
         }
@@ -322,7 +322,7 @@ def _filtered(cases: list[Case], args: argparse.Namespace) -> list[Case]:
             continue
         kept = [case for case in cases if getattr(case, name) in wanted]
         if not kept and name == "seqlen":
-            kept = [case.at(seqlen) for case in cases for seqlen in wanted]
+            kept = [replace(case, seqlen=seqlen) for case in cases for seqlen in wanted]
         elif not kept and name == "heads":
             pairs = [tuple(map(int, heads.split(":"))) for heads in wanted]
             kept = [replace(case, nheads_q=q, nheads_kv=kv) for case in cases for q, kv in pairs]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from magi_bench.workloads import lengths
+from magi_bench.workloads.derive import block_lists as lists_of
 from magi_bench.workloads.llama import document_of
 
 #: Of queries and keys: those of a BlockMask.
@@ -72,15 +73,10 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Mod:
-    """One entry of the catalogue, named after the function that builds it: a mask_mod, a BlockMask, or `Made`."""
+    """One entry of the catalogue, with the function that builds it: a mask_mod, a BlockMask, or `Made`."""
 
-    name: str  # on the command line and in results
     kind: str  # "mask" or "score"
     of_place: Callable[[Place], Any]
-
-    @classmethod
-    def of(cls, kind: str, build: Callable[[Place], Any]) -> Mod:
-        return cls(build.__name__, kind, build)
 
     def build(self, place: Place) -> Made:
         """The mod at a place, with a BlockMask."""
@@ -333,10 +329,7 @@ def _listed(place: Place, nheads: int) -> BlockMask:
     """Lists of a quarter of all blocks, without a mask_mod."""
     count = place.seqlen // BLOCK
     is_listed = place.chance(0.25, 1, nheads, count, count) | torch.eye(count, dtype=torch.bool)
-    counts = is_listed.sum(-1, dtype=torch.int32)
-    # A stable sort puts the listed blocks in front and leaves them in order.
-    indices = (~is_listed).int().argsort(stable=True).int()
-    return BlockMask.from_kv_blocks(counts.to(place.device), indices.to(place.device))
+    return BlockMask.from_kv_blocks(*lists_of(is_listed.to(place.device)))
 
 
 def block_lists(place: Place) -> BlockMask:

@@ -264,7 +264,7 @@ def contenders(kernels: Sequence[str], peers: Sequence[str] = ()) -> list[Compil
 
 
 MODS = {
-    build.__name__: Mod.of(kind, build)
+    build.__name__: Mod(kind, build)
     for kind, builds in (("mask", MASKS), ("score", SCORES))
     for build in builds
 }

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections import defaultdict
-from functools import cache, partial
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -24,18 +23,7 @@ SOURCE = (
     "head_dim 128, bf16), read off its bar charts; "
     "its documents and block size differ from ours."
 )
-DOCUMENTS, HEADS, HEAD_DIM = "seeds", "64:8", "128"
-
-
-@cache
-def figures(mask: str, which: str) -> dict[str, dict[int, float]]:
-    """TFLOP/s by system and length."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
-    with open(Path(__file__).with_name("published.csv"), newline="") as file:
-        for row in csv.DictReader(file):
-            if (row["mask"], row["pass"]) == (mask, which):
-                found[row["system"]][int(row["seqlen"])] = float(row["tflops"])
-    return dict(found)
+PUBLISHED = ("kernel", "seeds", "64:8", "128")  # what they are of
 
 
 def to_html(results: Results, title: str | None = None, note: str = "") -> str:
@@ -87,24 +75,24 @@ def _charts(group: Group) -> str:
         )
         inline = made.replace(f' xmlns="{chart.NAMESPACE}"', "")  # a page needs none
         figures.append(f"<figure>{inline}</figure>")
-    note = f"<p>{escape(SOURCE)}</p>" if _has_published(group) else ""
+    note = f"<p>{escape(SOURCE)}</p>" if _setup(group) == PUBLISHED else ""
     return f'<div class="charts">{"".join(figures)}</div>{note}'
-
-
-def _has_published(group: Group) -> bool:
-    of = (group.level, group.documents, group.heads, group.head_dim)
-    return of == ("kernel", DOCUMENTS, HEADS, HEAD_DIM)
 
 
 def _published(group: Group, mask: str, which: str) -> dict[str, dict[str, float]]:
     """The speeds that others published, by system and length as the picture has them."""
-    if not _has_published(group):
-        return {}
-    found, lengths = figures(mask.replace(" ", "_"), which), set(group.seqlens)
-    return {
-        system: {format_length(n): x for n, x in values.items() if n in lengths}
-        for system, values in found.items()
-    }
+    found: dict[str, dict[str, float]] = {}
+    with open(Path(__file__).with_name("published.csv"), newline="") as file:
+        for row in csv.DictReader(file) if _setup(group) == PUBLISHED else ():
+            if (row["mask"], row["pass"]) == (mask.replace(" ", "_"), which):
+                of_system = found.setdefault(row["system"], {})
+                if (seqlen := int(row["seqlen"])) in group.seqlens:
+                    of_system[format_length(seqlen)] = float(row["tflops"])
+    return found
+
+
+def _setup(group: Group) -> tuple[str, ...]:
+    return group.level, group.documents, group.heads, group.head_dim
 
 
 def _provenance(results: Results) -> str:

@@ -1,6 +1,6 @@
 """`magi-bench mods`: every mod is right with ours on a CPU, every row has a time or a reason, the report."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -244,7 +244,7 @@ def test_a_mod_that_cannot_be_made_has_rows_too(monkeypatch):
         """Nothing."""
         raise ValueError("no mask")
 
-    monkeypatch.setitem(MODS, "broken", Mod.of("mask", broken))
+    monkeypatch.setitem(MODS, "broken", Mod("mask", broken))
     suite = Mods(replace(SMALL, mods=("broken", "causal")), [OURS])
     rows = {(row["mask"], row["pass"]): row for row in rows_of(suite)}
     assert rows["causal", "fwd"]["status"] == "ok"  # of the mod behind it
@@ -284,7 +284,7 @@ def test_reasons_are_one_line():
 
 
 def made_row(contender, ms=None, **more):
-    case = case_of("fwd").to_json()
+    case = asdict(case_of("fwd"))
     place = {"run": "1", "key": contender, "case": case, "group": "Forward", "what": "causal"}
     names = {"contender": contender, "label": contender.upper(), "about": "Half.", "of": "mask"}
     passes = {} if ms is None else {"status": "ok", "passes": {"fwd": {"ms": ms}}}

@@ -1,6 +1,6 @@
 """`magi-bench step`: every row or a reason, the gate, ratios, counts, on tiny sizes of a CPU."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -202,7 +202,7 @@ def timed(name, ms, **more):
     row = {"contender": name, "label": name.upper(), "is_ours": name == "ours", "status": "ok"}
     times = {"ms": ms, "layer_ms": ms / 4, "recompiles": 0}
     case = case_of("layers_outside", 2048, "fwd", layers=4)
-    place = {"run": "1", "key": name, "case": case.to_json(), "group": "Layers", "what": "W"}
+    place = {"run": "1", "key": name, "case": asdict(case), "group": "Layers", "what": "W"}
     return row | place | {"passes": {"fwd": times}} | more
 
 

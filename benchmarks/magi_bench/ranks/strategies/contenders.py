@@ -26,7 +26,7 @@ from magi_bench.ranks.strategies.attention import (
 )
 from magi_bench.ranks.strategies.kernels import LocalKernel, local_kernel, steps_of
 from magi_bench.ranks.strategies.schedule import Group, best_schedule
-from magi_bench.ranks.strategies.transport import Ring, Rings, group_of, lane, without_moves
+from magi_bench.ranks.strategies.transport import Ring, Rings, group_of, without_moves
 from magi_bench.world import World
 from magi_compile.kernels.select import problem_on
 from magi_compile.masks.slices import AttnSlices
@@ -217,7 +217,8 @@ def rings_of(mesh: Mesh, world: World) -> tuple[Ring, ...]:
 
 def lanes_of(world: World, name: str) -> list[ProcessGroup]:
     """The lanes of keys and of gradients in rings of this name; all ranks ask for them together."""
-    return [lane(world, f"{kind} of {name}") for kind in ("keys", "gradients")]
+    everyone = [range(world.size)]
+    return [group_of(world, everyone, f"{kind} of {name}") for kind in ("keys", "gradients")]
 
 
 def heads_of(problem: Problem, ulysses: int) -> tuple[int, int]:
