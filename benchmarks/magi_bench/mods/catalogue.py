@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from magi_bench.workloads import lengths
-from magi_bench.workloads.derive import block_lists as lists_of
 from magi_bench.workloads.llama import document_of
+from magi_compile.kernels.fa4.intervals import lists_of
 
 #: Of queries and keys: those of a BlockMask.
 BLOCK = 128

@@ -175,8 +175,8 @@ def _passing(rings: Rings, window: int) -> int:
 
 
 def group_of(world: World, parts: Sequence[Sequence[int]], name: str = "") -> dist.ProcessGroup:
-    """The group of this rank among `parts` of all ranks; made when they are first asked for, by all ranks together. Groups
-    of other names are other lanes: no sort of moves waits behind another."""
+    """The group of this rank among `parts` of all ranks; made when first asked for, by all ranks together. Other names
+    are other lanes: no sort of moves waits behind another."""
     return _connected(world.group, tuple(map(tuple, parts)), name, world.device)
 
 
