@@ -57,9 +57,10 @@ class Way(NamedTuple):
     mode: str | None = None  # torch.compile's
 
 
-MAKERS: dict[str, Callable[..., BlockMask]] = {
+MAKERS: dict[str, Callable[..., BlockMask | Tensor]] = {
     "pytorch": causal_within,
     "magi": partial(causal_within, create=create_block_mask),
+    "graph": lambda document: document,
 }
 
 
@@ -70,7 +71,7 @@ class Problem:
         self.settings, self.tokens, self.ways = settings, tokens, ways
         self._compiled: dict[Hashable, Any] = {}
         self.inputs = lru_cache(None)(self._inputs)
-        self.block_mask = lru_cache(None)(self.new_block_mask)
+        self.mask = lru_cache(None)(self.new_mask)
         self.truth = lru_cache(None)(self._truth)
 
     def workload(self, layer: int = 0) -> Workload:
@@ -95,8 +96,8 @@ class Problem:
         """The tokens of a step."""
         return pack(self.settings, self.tokens, turn, self.settings.device, SAMPLER)
 
-    def new_block_mask(self, turn: int, maker: str = "pytorch") -> BlockMask:
-        """The mask of a turn, made by one of `MAKERS`; `block_mask` keeps it."""
+    def new_mask(self, turn: int, maker: str = "pytorch") -> BlockMask | Tensor:
+        """The mask of a turn, or what one is made from in the graph, by one of `MAKERS`; `mask` keeps it."""
         return MAKERS[maker](self.document(turn))
 
     def _truth(self, layer: int) -> Truth:
@@ -160,7 +161,7 @@ class Compiled(Contender):
         )
         attend = self._compiled(problem, way, key, function)
         leaves, dout = _leaves(problem, case, Layout.HEADS_FIRST)
-        masks = Masks(problem, way)
+        masks = masks_of(problem, way)
         q, k, v = leaves if is_deep else [tensors[0] for tensors in leaves]
 
         def call() -> Sequence[Tensor]:
@@ -179,7 +180,7 @@ class Compiled(Contender):
         loss_of = self._compiled(problem, way, ("training", case.which), Llama.forward)
 
         def make(turn: int) -> tuple[Any, ...]:
-            mask = None if way.mask == "graph" else problem.new_block_mask(turn)
+            mask = None if way.mask == "graph" else problem.new_mask(turn)
             return (*problem.pack(turn)[:3], mask)
 
         return steps(self._model, loss_of, Ahead(make), case.which)
@@ -255,26 +256,11 @@ CONTENDERS: tuple[type[Compiled | MagiEager], ...] = (
 )
 
 
-class Masks(Ahead):
-    """The mask of the next call: a BlockMask, or the document of each token, from which the call makes one."""
-
-    def __init__(self, problem: Problem, way: Way):
-        self._problem, self._way = problem, way
-        super().__init__(self._make)
-
-    def renew(self, calls: int) -> None:
-        if self._way.is_new or not self._made:
-            super().renew(calls if self._way.is_new else 1)
-
-    def next(self) -> BlockMask | Tensor:
-        return self._made.pop() if self._way.is_new else self._made[0]
-
-    def _make(self, turn: int) -> BlockMask | Tensor:
-        if self._way.mask == "graph":
-            return self._problem.document(turn)
-        maker = "magi" if self._way.mask == "magi" else "pytorch"
-        make = self._problem.new_block_mask if self._way.is_new else self._problem.block_mask
-        return make(turn, maker)
+def masks_of(problem: Problem, way: Way) -> Ahead:
+    """The masks of calls to come: BlockMasks, or the document of each token, from which the call makes one."""
+    if way.is_new:
+        return Ahead(partial(problem.new_mask, maker=way.mask))
+    return Ahead(lambda turn: problem.mask(0, way.mask))
 
 
 def _attend(

@@ -296,7 +296,7 @@ def test_kernels_and_launches_are_told_apart():
 
 def test_new_layouts_are_new_in_every_call_and_equal_for_all():
     problem = problem_of(4096)
-    masks, others = (step.Masks(problem, BY_NAME["new_layout"]) for _ in range(2))
+    masks, others = (step.masks_of(problem, BY_NAME["new_layout"]) for _ in range(2))
     drawn = []
     for calls in (1, 2):
         for one in (masks, others):
@@ -312,7 +312,7 @@ def test_new_layouts_are_new_in_every_call_and_equal_for_all():
 def test_rows_of_one_layout_keep_their_mask():
     problem = problem_of(256)
     for name in ("outside", "inside"):
-        masks = step.Masks(problem, BY_NAME[name])
+        masks = step.masks_of(problem, BY_NAME[name])
         masks.renew(1)
         first = masks.next()
         masks.renew(5)
