@@ -23,7 +23,7 @@ from magi_bench.cases import Case
 from magi_bench.clock import Ahead, Ready
 from magi_bench.contenders.base import Contender, Layout, compiled
 from magi_bench.contenders.flash_attention import FlashAttention4
-from magi_bench.contenders.flex import NO_BACKWARD, FlexFlash
+from magi_bench.contenders.flex import FlexFlash, no_backward
 from magi_bench.gate import Check, Truth, exact_and_plain
 from magi_bench.results.rows import Row
 from magi_bench.workloads import lengths, workload
@@ -131,9 +131,11 @@ class Compiled(Contender):
         self._model: Llama | None = None
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        if problem.ways[case.mask].mode and problem.settings.device == "cpu":
-            return ["CUDA graphs need a GPU"]
-        return []
+        device = problem.settings.device
+        reasons = [] if self.is_ours else no_backward(case, device)
+        if problem.ways[case.mask].mode and device == "cpu":
+            return reasons or ["CUDA graphs need a GPU"]
+        return reasons
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
         if problem.ways[case.mask].group == "training":
@@ -189,11 +191,6 @@ class Compiled(Contender):
 class Flex(Compiled):
     name = "flex"
     label = "FlexAttention"
-
-    def supports(self, problem: Problem, case: Case) -> list[str]:
-        if case.which == "fwdbwd" and problem.settings.device == "cpu":
-            return [NO_BACKWARD]
-        return super().supports(problem, case)
 
 
 class FlexByFlash(Compiled):
@@ -368,7 +365,7 @@ class Step(runner.Suite):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self.everyone = [x() for x in CONTENDERS]
+        self.everyone: list[Compiled | MagiEager] = [x() for x in CONTENDERS]
 
     def cases(self) -> Iterator[Case]:
         for tokens in self.settings.tokens:
@@ -386,7 +383,8 @@ class Step(runner.Suite):
 
     def contenders(self, case: Case) -> Sequence[Contender]:
         group = self._problem.ways[case.mask].group
-        return [x for x in super().contenders(case) if group in x.groups]
+        able = {x.name for x in self.everyone if group in x.groups}
+        return [x for x in super().contenders(case) if x.name in able]
 
     def problem(self, case: Case, contender: Contender) -> Problem:
         return self._problem

@@ -76,7 +76,7 @@ class Kernel(Contender):
     """One implementation of attention. A worker process of its own makes one instance and keeps it."""
 
     levels: tuple[str, ...] = ("kernel",)  # which cases it takes part in, of "kernel" and "sparse"
-    devices = ("cuda",)
+    devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")  # of q, k, v
     layout: Layout = Layout.PACKED  # what `prepare`'s result takes and returns
     has_backward: bool = True  # whether it can be differentiated

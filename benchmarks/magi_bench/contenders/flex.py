@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from magi_bench.cases import Case
 from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.contenders.magi import causal, lists_of_heads
 from magi_bench.workloads.derive import block_areas
@@ -22,6 +23,11 @@ from magi_compile.kernels.fa4.intervals import lists_of
 
 BLOCK = 128
 NO_BACKWARD = "FlexAttention has no backward on a CPU"
+
+
+def no_backward(case: Case, device: str) -> list[str]:
+    """The refusal of FlexAttention's backward on a device; none if it has one, or needs none."""
+    return [NO_BACKWARD] if device == "cpu" and case.which == "fwdbwd" else []
 
 
 class FlexTriton(Kernel):

@@ -18,7 +18,7 @@ from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.clock import Ahead, Protocol, Ready, matmul_tflops
 from magi_bench.contenders.base import Contender
-from magi_bench.contenders.flex import NO_BACKWARD
+from magi_bench.contenders.flex import no_backward
 from magi_bench.doors import torchtitan_runs
 from magi_bench.gate import Check, Truth, rounding_of_step, truth_of_step
 from magi_bench.results.rows import Row
@@ -63,8 +63,8 @@ class Attention(Contender):
         self.is_ours = name == "magi"
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        is_flex = self.name == "flex_attention" and problem.settings.device == "cpu"
-        return [NO_BACKWARD] if is_flex else []
+        is_flex = self.name == "flex_attention"
+        return no_backward(case, problem.settings.device) if is_flex else []
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
         door, settings = problem.door, problem.settings

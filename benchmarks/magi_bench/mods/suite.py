@@ -21,7 +21,7 @@ from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.clock import Ready
 from magi_bench.contenders.base import Contender, Layout, compiled
-from magi_bench.contenders.flex import NO_BACKWARD
+from magi_bench.contenders.flex import no_backward
 from magi_bench.gate import RESULTS, Check, Truth, weigh
 from magi_bench.mods.catalogue import BLOCK, MASKS, SCORES, Made, Mod, Place, ScoreMod
 from magi_bench.results.rows import Row
@@ -171,9 +171,8 @@ class Compiled(Contender):
         self._decisions = 0
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        reasons, block_mask = [], problem.made.block_mask
-        if not self.is_ours and case.which == "fwdbwd" and problem.settings.device == "cpu":
-            reasons.append(NO_BACKWARD)
+        block_mask = problem.made.block_mask
+        reasons = [] if self.is_ours else no_backward(case, problem.settings.device)
         # Blocks are hidden that the mask_mod would show.
         is_listed = block_mask is not None and block_mask.mask_mod is noop_mask
         if problem.settings.mask_in_graph and is_listed:

@@ -18,7 +18,6 @@ from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.clock import Ready, wait
 from magi_bench.contenders.base import Attend, Contender, Layout, compiled
-from magi_bench.contenders.flex import NO_BACKWARD
 from magi_bench.gate import RESULTS, Check, Truth, weigh
 from magi_bench.workloads import workload
 from magi_bench.workloads.llama import Attention
@@ -189,11 +188,6 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
         return out
 
     return attend
-
-
-def flex_refusals(world: World, case: Case) -> list[str]:
-    """Why FlexAttention cannot run it."""
-    return [NO_BACKWARD] if world.kind == "cpu" and case.which == "fwdbwd" else []
 
 
 def flex_on(world: World, block_mask: BlockMask, *, over_ranks: bool) -> Attend:

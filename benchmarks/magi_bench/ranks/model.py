@@ -22,8 +22,8 @@ from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.clock import Ahead, Ready
 from magi_bench.contenders.base import Contender, compiled
+from magi_bench.contenders.flex import no_backward
 from magi_bench.gate import Check
-from magi_bench.ranks.base import flex_refusals
 from magi_bench.workloads.llama import (
     IGNORED,
     Llama,
@@ -164,7 +164,7 @@ class TorchTraining(Training):
         self._balancer = _compat.load_balancer_of_torch("HeadTail", *arguments)
 
     def supports(self, problem: None, case: Case) -> list[str]:
-        return flex_refusals(self.world, case)
+        return no_backward(case, self.world.kind)
 
     def mask(self, batch: Pack) -> BlockMask:
         """By eager code, which makes it more slowly than the compiled code that PyTorch would run."""

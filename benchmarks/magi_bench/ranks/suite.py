@@ -21,7 +21,7 @@ from magi_bench import arguments, runner, world
 from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.contenders.base import Contender
-from magi_bench.contenders.flex import BLOCK, make_block_mask
+from magi_bench.contenders.flex import BLOCK, make_block_mask, no_backward
 from magi_bench.ranks import base
 from magi_bench.ranks.base import Problem
 from magi_bench.ranks.model import MODEL, TRAININGS
@@ -91,7 +91,7 @@ class TorchContextParallel(base.RanksContender):
     balancer = ""  # PyTorch's name of the one that places tokens; none leaves them in order
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        return base.flex_refusals(problem.world, case)
+        return no_backward(case, problem.world.kind)
 
     def spread(self, problem: Problem) -> base.Spread:
         world, block_mask = problem.world, make_block_mask(problem.workload, problem.world.device)
@@ -325,12 +325,10 @@ def run(args: argparse.Namespace) -> int:
     more = {"masks": ALL_MASKS} if args.all_masks else {}
     settings = arguments.settings_of(args, QUICK, **more)
     kind, gpus = settings.device, torch.cuda.device_count()
-    trained = [x.name for x in TRAININGS]
-    if settings.model and settings.contenders and not set(trained) & set(settings.contenders):
-        raise ValueError(f"`--contenders` of --model must be among {', '.join(trained)}")
-    alone = {x.name for x in CONTENDERS}
-    if not settings.model and settings.contenders and not alone & set(settings.contenders):
-        raise ValueError(f"`--contenders` without --model must be among {', '.join(sorted(alone))}")
+    able = {x.name for x in (TRAININGS if settings.model else CONTENDERS)}
+    if settings.contenders and not able & set(settings.contenders):
+        where, among = "of" if settings.model else "without", ", ".join(sorted(able))
+        raise ValueError(f"`--contenders` {where} --model must be among {among}")
     wrong = [x for x in settings.tokens if x % BLOCK]
     if wrong:
         raise ValueError(f"`--tokens` must be multiples of {BLOCK}, got {wrong[0]}")

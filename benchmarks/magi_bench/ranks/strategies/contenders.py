@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from magi_bench.cases import Case
 from magi_bench.clock import Ready
 from magi_bench.contenders.base import Attend
-from magi_bench.contenders.flex import make_block_mask
+from magi_bench.contenders.flex import make_block_mask, no_backward
 from magi_bench.ranks import base
 from magi_bench.ranks.base import Problem
 from magi_bench.ranks.strategies import placement
@@ -263,7 +263,7 @@ class UlyssesFlex(Ulysses):
     has_local_kernel = False
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        return [*self.mesh_refusals(problem), *base.flex_refusals(problem.world, case)]
+        return [*self.mesh_refusals(problem), *no_backward(case, problem.world.kind)]
 
     def alone(self, problem: Problem, ulysses: int) -> Attend:
         block_mask = make_block_mask(problem.workload, problem.world.device)
