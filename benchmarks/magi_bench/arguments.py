@@ -55,7 +55,6 @@ class Settings:
     attentions: tuple[str, ...] = ()  # `doors`: `attn_implementation` of transformers
     modes: tuple[str, ...] = ()  # `doors`: "eager", "compiled"
     cp_degrees: tuple[int, ...] = (1, 2, 4)  # `doors`: ranks of torchtitan's context parallelism
-    cuda_graphs: bool = True  # `doors`: whether torchtitan records them, which is its default
     protocol: Protocol = field(default_factory=Protocol)  # `kernel`, `sparse`: how a call is timed
     cell_limit: float = 120.0  # `kernel`, `sparse`: seconds after which a case is given up
     jobs: int = 1  # `kernel`, `sparse`: how many contenders prove themselves at a time

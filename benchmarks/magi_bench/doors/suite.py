@@ -202,8 +202,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     degrees: dict[str, Any] = {"nargs": "+", "type": count, "default": list(torchtitan_runs.RANKS)}
     words = "ranks of torchtitan's context parallelism"
     option("--cp", dest="cp_degrees", help=words, **degrees)
-    words = "torchtitan without CUDA graphs, which it records by default"
-    option("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help=words)
     option("--layers", dest="train_layers", type=count, default=4)
     option("--ffn-dim", type=count, default=14336)
     names = [name for name in arguments.RUN if name != "passes"]

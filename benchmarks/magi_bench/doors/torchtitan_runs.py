@@ -54,7 +54,7 @@ def rows(
         made = []
         for attention in ATTENTIONS:
             sizes = (ranks, tokens, settings.train_layers, settings.lengths, settings.seed)
-            graphs = settings.cuda_graphs and records_graphs(attention, ranks)
+            graphs = records_graphs(attention, ranks)
             run = Run(attention, *sizes, cuda_graphs=graphs)
             status, reason = "unsupported", ""
             if missing is not None:

@@ -26,7 +26,7 @@ from magi_bench.ranks import base
 from magi_bench.ranks.base import Problem
 from magi_bench.ranks.model import MODEL, TRAININGS
 from magi_bench.ranks.strategies.contenders import STRATEGIES, UlyssesFlex
-from magi_bench.ranks.strategies.kernels import LOCAL_KERNELS
+from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.results.rows import Row
 from magi_bench.workloads.lengths import SAMPLERS
 from magi_bench.world import World

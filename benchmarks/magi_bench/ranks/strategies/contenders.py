@@ -24,9 +24,10 @@ from magi_bench.ranks.strategies.attention import (
     RingPlan,
     across_heads,
 )
-from magi_bench.ranks.strategies.kernels import LocalKernel, local_kernel, steps_of
+from magi_bench.ranks.strategies.kernels import LocalKernel, steps_of
 from magi_bench.ranks.strategies.schedule import Group, best_schedule
 from magi_bench.ranks.strategies.transport import Ring, Rings, group_of, without_moves
+from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.world import World
 from magi_compile.kernels.select import problem_on
 from magi_compile.masks.slices import AttnSlices
@@ -72,7 +73,7 @@ class Strategy(base.RanksContender):
         sizes = (*heads, settings.head_dim, settings.head_dim)
         dtype = getattr(torch, settings.dtype)
         asked = problem_on(problem.world.device, dtype, sizes, settings.head_dim**-0.5)
-        kernel = local_kernel(self.local_kernel, asked)
+        kernel = LOCAL_KERNELS[self.local_kernel](asked)
         if missing := kernel.missing():
             raise ImportError(f"local kernel {self.local_kernel}: {missing}")
         return kernel

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import import_error
-from magi_bench.ranks.strategies.kernels import LocalKernel, Piece
+from magi_bench.ranks.strategies.kernels import LocalKernel, Ours, Piece
 from magi_compile.kernels.base import BackwardOutput, ForwardOutput, Saved
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
@@ -280,3 +280,12 @@ def _batched(x: Tensor) -> Tensor:
 
 def _packed(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
+
+
+#: Local kernels by the names of `--local-kernel`.
+LOCAL_KERNELS: dict[str, type[LocalKernel]] = {
+    "ours": Ours,
+    "flash-attn-4": FlashAttention4,
+    "cudnn": Cudnn,
+    "fa2": FlashAttention2,
+}

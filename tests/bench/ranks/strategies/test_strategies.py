@@ -24,18 +24,19 @@ from magi_bench.ranks.strategies.contenders import (
     ring_plan,
     rings_of,
 )
-from magi_bench.ranks.strategies.kernels import LOCAL_KERNELS
 from magi_bench.ranks.strategies.placement import positions, zigzag
+from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.workloads import lengths
 from magi_bench.world import World
 from magi_compile.kernels.reference import exact_forward
+from tests.bench.ranks.strategies.plain import Plain
 from tests.bench.ranks.test_ranks import run_ranks
 
 MASKS = ("full", "causal", "document_full", "document_causal")
 #: With remainders that no number of chunks divides: 37 tokens a rank.
 TOKENS = 37
 SETTINGS = Settings("cpu", "float32", (TOKENS,), 8, 4, 16)
-PLAIN = {"plain": "tests.bench.ranks.strategies.plain:Plain"}
+PLAIN = {"plain": Plain}
 
 
 def documents(sampler, seqlen, seed):
