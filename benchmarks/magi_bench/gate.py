@@ -81,6 +81,7 @@ class Truth(NamedTuple):
 
     exact: Sequence[Tensor]
     allowed: dict[str, float]  # by name
+    against: str = "the truth"  # whose results they are
 
     @classmethod
     def of(
@@ -98,7 +99,8 @@ class Truth(NamedTuple):
         """Holds `results`, which may lack the last ones, to it."""
         found = zip(self.allowed, results, self.exact, strict=False)
         errors = {name: relative_error(x, truth) for name, x, truth in found}
-        return Check(seqlen, errors, {name: self.allowed[name] for name in errors})
+        allowed = {name: self.allowed[name] for name in errors}
+        return Check(seqlen, errors, allowed, self.against)
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:

@@ -47,12 +47,11 @@ class Problem:
     ):
         self.settings, self.door, self.model = settings, door, model
         self.tokens, self.gate = tokens, gate or self
-        # What the first attention that was right gives, and whose it is; of the small input the truth.
-        self.agreed: tuple[Truth, str] | None = None
+        # What the first attention that was right gives; of the small input the truth.
+        self.agreed: Truth | None = None
         if gate is None:
             eager, inputs = copy.deepcopy(model), door.make_inputs(settings, tokens, 0)
-            truth = truth_of_step(eager, lambda: door.step(eager, eager, inputs))
-            self.agreed = truth, Check._field_defaults["against"]
+            self.agreed = truth_of_step(eager, lambda: door.step(eager, eager, inputs))
 
 
 class Attention(Contender):
@@ -83,10 +82,9 @@ class Attention(Contender):
         self._facts["breaks"] = _compat.num_graph_breaks() - breaks
         if problem.agreed is None:
             allowed = rounding_of_step(getattr(torch, problem.settings.dtype))
-            truth = Truth(results, {what: 2 * error for what, error in allowed.items()})
-            problem.agreed = truth, f"{self.name}, {case.mode}"
-        truth, whose = problem.agreed
-        return truth.check(results, problem.tokens)._replace(against=whose)
+            allowed = {what: 2 * error for what, error in allowed.items()}
+            problem.agreed = Truth(results, allowed, f"{self.name}, {case.mode}")
+        return problem.agreed.check(results, problem.tokens)
 
 
 class Doors(runner.Suite):
