@@ -148,7 +148,7 @@ class Runner:
         outcomes, ready = {}, {}
         for contender in contenders:
             outcome, prepared = self._attempt(contender, case)
-            outcomes[contender.name] = _who(contender) | outcome
+            outcomes[contender.name] = who(contender) | outcome
             if prepared is not None:
                 ready[contender.name] = prepared
         gc.collect()
@@ -324,7 +324,8 @@ class Runner:
             Path(f"{self.output}.md").write_text(to_markdown(self.ledger.results))
 
 
-def _who(contender: Contender) -> Row:
+def who(contender: Contender) -> Row:
+    """The fields of a row that name a contender."""
     return {"label": contender.label, "is_ours": contender.is_ours}
 
 

@@ -28,6 +28,7 @@ from magi_bench.process import Process, WorkerLost
 from magi_bench.progress import said_while
 from magi_bench.results import rows
 from magi_bench.results.rows import Ledger, Row
+from magi_bench.runner import failure, who
 from magi_bench.workloads.lengths import SAMPLERS
 from magi_bench.workloads.presets import PRESETS, Preset
 from magi_bench.workloads.workload import SPARSE_MASKS, build, cost
@@ -68,34 +69,24 @@ def worker_of(names: Sequence[str], settings: Settings) -> Process:
     return Process(["-m", "magi_bench.kernel.measure", *arguments])
 
 
-def execute(
-    cases: Sequence[Case],
-    names: Sequence[str],
-    settings: Settings,
-    command: Sequence[str],
-    output: Path,
-    say: Callable[[str], None] = print,
-) -> rows.Results:
-    """Measures all contenders `names` on `cases` that the JSONL file `output` does not hold yet, and appends it there;
-    returns all rows of the file. With several rounds in the protocol, interleaved."""
-    ledger, together = Ledger(output), settings.protocol.rounds > 1
-    tasks = [x for x in order(cases, names, together=together) if {*x.keys} - ledger.finished]
-    _Run(tasks, settings, command, ledger, say).execute()
-    return ledger.results
+class Run:
+    """Measures all contenders `names` on `cases` that the JSONL file `output` does not hold yet, and appends it there.
+    With several rounds in the protocol, interleaved."""
 
-
-class _Run:
     def __init__(
         self,
-        tasks: list[Task],
+        cases: Sequence[Case],
+        names: Sequence[str],
         settings: Settings,
         command: Sequence[str],
-        ledger: Ledger,
-        say: Callable[[str], None],
+        output: Path,
+        say: Callable[[str], None] = print,
     ):
-        self.tasks, self.settings, self.ledger, self.say = tasks, settings, ledger, say
-        self.command, self.began, self.done = list(command), time.monotonic(), 0
-        self.workers = {task.names: worker_of(task.names, settings) for task in tasks}
+        self.settings, self.command, self.ledger, self.say = settings, command, Ledger(output), say
+        tasks = order(cases, names, together=settings.protocol.rounds > 1)
+        self.tasks = [task for task in tasks if {*task.keys} - self.ledger.finished]
+        self.began, self.done = time.monotonic(), 0
+        self.workers = {task.names: worker_of(task.names, settings) for task in self.tasks}
         self.reasons: dict[str, str] = {}  # of contenders that cannot be had
 
     @property
@@ -106,10 +97,11 @@ class _Run:
     def is_over(self) -> bool:
         return self.elapsed > self.settings.seconds
 
-    def execute(self) -> None:
+    def execute(self) -> rows.Results:
+        """Gives all rows of the file."""
         if not self.tasks:
             self.say("nothing left to run")
-            return
+            return self.ledger.results
         try:
             self._probe()
             for is_slow in (False, True):
@@ -119,6 +111,7 @@ class _Run:
                 worker.stop()
         if left := len(self.tasks) - self.done:
             self.say(f"time limit: {left} of {len(self.tasks)} not run; --resume continues")
+        return self.ledger.results
 
     def _execute_tier(self, tasks: list[Task]) -> None:
         self._prove(tasks)
@@ -157,7 +150,7 @@ class _Run:
         protocol = asdict(self.settings.protocol)
         able = [worker for names, worker in self.workers.items() if {*names} - {*self.reasons}]
         if able:
-            request = {"op": "describe", "command": self.command, "protocol": protocol}
+            request = {"op": "describe", "command": list(self.command), "protocol": protocol}
             described = able[0].ask(request, PROBE_LIMIT_S)
         record: dict[str, Any] = {
             "versions": versions,
@@ -216,7 +209,7 @@ class _Run:
             with self._said_while(lambda: f"timing {', '.join(names)}, {task.case.key}"):
                 outcomes = self.workers[task.names].ask(request, limit_s)
         except WorkerLost as lost:
-            outcomes = {x: {"status": lost.status, "reason": lost.reason} for x in names}
+            outcomes = dict.fromkeys(names, failure(lost))
         case, told = task.case, []
         for name in names:
             row = self._add(case, name, outcomes[name])
@@ -228,9 +221,7 @@ class _Run:
         self.say(f"{place} {where}, TFLOP/s, {'; '.join(told)}")
 
     def _add(self, case: Case, name: str, outcome: Row) -> Row:
-        contender = contenders.load(name)
-        who = {"label": contender.label, "is_ours": contender.is_ours}
-        return self.ledger.add(case, name, {**who, **outcome})
+        return self.ledger.add(case, name, who(contenders.load(name)) | outcome)
 
 
 def _told(workers: Iterable[tuple[str, ...]]) -> str:
@@ -303,7 +294,7 @@ def run(args: argparse.Namespace) -> int:
         jobs=args.jobs or (len(names) if device == "cuda" else 1),
     )
     command = list(map(shlex.quote, arguments.as_typed(args.command_line, args.output)))
-    results = execute(cases, names, settings, command, args.output, say)
+    results = Run(cases, names, settings, command, args.output, say).execute()
     ok, failed, left = results.ok_rows(), results.failed_rows(), results.not_run
     say(f"{len(ok)} measured, {len(failed)} failed, {len(left)} not run: {args.output}")
     return int(any(row["is_ours"] for row in failed))

@@ -25,7 +25,7 @@ OK = {"status": "ok", "passes": {"fwd": TIMES}, "gate": {"errors": {}, "allowed"
 
 
 def execute(cases, names, settings, path, say):
-    return command.execute(cases, names, settings, ["magi-bench"], path, say)
+    return command.Run(cases, names, settings, ["magi-bench"], path, say).execute()
 
 
 def test_order():
