@@ -245,11 +245,7 @@ class FlashAttention(MagiEager):
 
 #: In the order of reports.
 CONTENDERS: tuple[type[Compiled | MagiEager], ...] = (
-    Flex,
-    FlexByFlash,
-    FlashAttention,
-    Magi,
-    MagiEager,
+    *(Flex, FlexByFlash, FlashAttention, Magi, MagiEager),
 )
 
 

@@ -102,25 +102,16 @@ class Problem:
         q, k, v, learned, dout = leaves = self.leaves(True, dtype)
         group = self.settings.nheads_q // self.settings.nheads_kv
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty_like(q)
-        gradients = [torch.zeros_like(x, dtype=wide) for x in leaves.differentiable]
-        score_mod = self.made.score_mod(learned)
+        totals = [torch.zeros_like(x, dtype=wide) for x in leaves.differentiable]
+        outs, score_mod = [], self.made.score_mod(learned)
         for head in range(self.settings.nheads_q):
-            mine, theirs = (0, head), (0, head // group)
-            places = [mine, theirs, theirs]
-            tensors = zip((q, k, v), places, strict=True)
-            parts = [x[at].detach().requires_grad_() for x, at in tensors]
-            found = self._dense_head(head, parts, score_mod)
-            out[mine] = found.detach()
-            of_head = torch.autograd.grad(found, [*parts, *learned], dout[mine])
-            for total, place, part in zip(gradients[:3], places, of_head[:3], strict=True):
-                total[place] += part
-            for total, part in zip(gradients[3:], of_head[3:], strict=True):
-                total += part
-        rounded = [
-            x.to(like.dtype) for x, like in zip(gradients, leaves.differentiable, strict=True)
-        ]
-        return results_of(out, rounded)
+            qkv = q[0, head], k[0, head // group], v[0, head // group]
+            out = self._dense_head(head, qkv, score_mod)
+            outs.append(out.detach())
+            gradients = torch.autograd.grad(out, leaves.differentiable, dout[0, head])
+            totals = [total + x for total, x in zip(totals, gradients, strict=True)]
+        pairs = zip(totals, leaves.differentiable, strict=True)
+        return results_of(torch.stack(outs)[None], [x.to(like.dtype) for x, like in pairs])
 
     def _dense_head(self, head: int, qkv: Sequence[Tensor], score_mod: ScoreMod | None) -> Tensor:
         """One head, of q, k and v `[tokens, head_dim]`. Masks and scores are those of tensors that have all pairs."""
