@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,8 @@ class Problem:
         slices = build(case).slices
         ranges = (slices.q_ranges, slices.k_ranges, slices.mask_types[:, None])
         lists = zip(*(x.tolist() for x in ranges), strict=True)
-        sizes = ("nheads_q", "nheads_kv", "head_dim", "dtype", "seed")
-        self.request = {name: getattr(case, name) for name in sizes} | {
-            "tokens": case.seqlen,
-            "pass": case.which,
-            "device": device,
-            "slices": [list(itertools.chain(*parts)) for parts in lists],
-        }
+        runs = [list(itertools.chain(*parts)) for parts in lists]
+        self.request = asdict(case) | {"device": device, "slices": runs}
         self.first: list[list[float]] | None = None
 
 
