@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -67,8 +67,8 @@ MAKERS: dict[str, Callable[..., BlockMask | Tensor]] = {
 class Problem:
     """Attention of packed causal documents. Turn 0 has the documents of rows that always see the same ones."""
 
-    def __init__(self, settings: Settings, tokens: int, ways: Mapping[str, Way]):
-        self.settings, self.tokens, self.ways = settings, tokens, ways
+    def __init__(self, settings: Settings, tokens: int):
+        self.settings, self.tokens = settings, tokens
         self._compiled: dict[Hashable, Any] = {}
         self.inputs = lru_cache(None)(self._inputs)
         self.mask = lru_cache(None)(self.new_mask)
@@ -133,17 +133,17 @@ class Compiled(Contender):
     def supports(self, problem: Problem, case: Case) -> list[str]:
         device = problem.settings.device
         reasons = [] if self.is_ours else no_backward(case, device)
-        if problem.ways[case.mask].mode and device == "cpu":
+        if WAYS[case.mask].mode and device == "cpu":
             return reasons or ["CUDA graphs need a GPU"]
         return reasons
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
-        if problem.ways[case.mask].group == "training":
+        if WAYS[case.mask].group == "training":
             return self._prepare_training(problem, case)
         return self._prepare_attention(problem, case)
 
     def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
-        if problem.ways[case.mask].group == "training":
+        if WAYS[case.mask].group == "training":
             model = build(problem.settings, case.layers, problem.settings.device)
             return check_steps(model, problem.pack(0), results)
         return check_attention(problem, case, results, Layout.HEADS_FIRST)
@@ -155,7 +155,7 @@ class Compiled(Contender):
         )
 
     def _prepare_attention(self, problem: Problem, case: Case) -> Ready:
-        way = problem.ways[case.mask]
+        way = WAYS[case.mask]
         is_deep = way.group == "layers"
         key, function = (
             (case.layers if is_deep else 0, case.which),
@@ -176,7 +176,7 @@ class Compiled(Contender):
         return Ready(call, masks.renew)
 
     def _prepare_training(self, problem: Problem, case: Case) -> Ready:
-        settings, way = problem.settings, problem.ways[case.mask]
+        settings, way = problem.settings, WAYS[case.mask]
         if self._model is None:
             self._model = build(settings, case.layers, settings.device, self.kernel_options)
         loss_of = self._compiled(problem, way, ("training", case.which), Llama.forward)
@@ -202,7 +202,7 @@ class FlexByFlash(Compiled):
     module = FlexFlash.module
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        if problem.ways[case.mask].mode:
+        if WAYS[case.mask].mode:
             # With torch 2.11, a NameError in the graph. The next contender's CUDA graphs then fail an assertion.
             return [
                 "its graph fails while CUDA graph trees record it, and nobody can use these afterwards"
@@ -324,7 +324,7 @@ GROUPS = {
     "training": "A step of a small Llama: forward, loss, backward",
 }
 FROM_OUTSIDE, GRAPHS = "BlockMask from outside", "reduce-overhead"
-WAYS = (
+EVERY_WAY = (
     Way("outside", "calls", "BlockMask from PyTorch's create_block_mask", "pytorch"),
     Way("outside_magi", "calls", "BlockMask from magi_compile.create_block_mask", "magi"),
     Way("inside", "calls", "mask made in the graph", "graph"),
@@ -342,10 +342,11 @@ WAYS = (
     ),
     Way("training_outside", "training", f"{FROM_OUTSIDE}, another in every step", "pytorch", True),
 )
+WAYS = {way.name: way for way in EVERY_WAY}
 # A minute on two cores of a CPU, most of it compilation.
 QUICK = {"tokens": [1024], "heads": "2:1", "head_dim": 64, "layers": [2], "train_layers": 1}
 QUICK |= {"vocab": 256, "rounds": 3}
-QUICK_ROWS = [way.name for way in WAYS if way.name not in ("layers_inside", "training_inside")]
+QUICK_ROWS = [name for name in WAYS if name not in ("layers_inside", "training_inside")]
 
 
 class Step(runner.Suite):
@@ -365,8 +366,8 @@ class Step(runner.Suite):
 
     def cases(self) -> Iterator[Case]:
         for tokens in self.settings.tokens:
-            self._problem = Problem(self.settings, tokens, {way.name: way for way in WAYS})
-            for way in WAYS:
+            self._problem = Problem(self.settings, tokens)
+            for way in WAYS.values():
                 if way.name in self.settings.rows:
                     yield from self._cases(way, tokens)
 
@@ -378,7 +379,7 @@ class Step(runner.Suite):
                 yield self.settings.case("step", way.name, tokens, **more)
 
     def contenders(self, case: Case) -> Sequence[Contender]:
-        group = self._problem.ways[case.mask].group
+        group = WAYS[case.mask].group
         able = {x.name for x in self.everyone if group in x.groups}
         return [x for x in super().contenders(case) if x.name in able]
 
@@ -386,17 +387,17 @@ class Step(runner.Suite):
         return self._problem
 
     def place(self, case: Case) -> Row:
-        way = self._problem.ways[case.mask]
+        way = WAYS[case.mask]
         return {"group": GROUPS[way.group], "what": way.label}
 
     def rates(self, case: Case, contender: Contender, ms: float) -> Row:
-        deep = self._problem.ways[case.mask].group == "layers"
+        deep = WAYS[case.mask].group == "layers"
         return {"layer_ms": ms / case.layers} if deep else {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option of the command."""
-    names = [*GROUPS, *(way.name for way in WAYS if way.name not in GROUPS)]
+    names = [*GROUPS, *(name for name in WAYS if name not in GROUPS)]
     option, count = parser.add_argument, arguments.count
     words = f"groups, or single rows: {', '.join(names)}"
     option("--rows", nargs="+", choices=names, metavar="NAME", help=words)
@@ -411,5 +412,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
     asked = set(args.rows or (QUICK_ROWS if args.quick else GROUPS))
-    rows = tuple(way.name for way in WAYS if {way.name, way.group} & asked)
+    rows = tuple(name for name, way in WAYS.items() if {name, way.group} & asked)
     return runner.run_command(Step(arguments.settings_of(args, QUICK, rows=rows)), args)

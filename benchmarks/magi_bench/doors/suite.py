@@ -69,7 +69,8 @@ class Attention(Contender):
         door, settings = problem.door, problem.settings
         model = door.with_attention(problem.model, self.name)
         is_eager = problem.gate is problem or case.mode == "eager"
-        call = model if is_eager else door.compiled(model, self.name)
+        backend = "magi" if self.is_ours else "inductor"
+        call = model if is_eager else torch.compile(model, backend=backend)
         ahead = Ahead(lambda turn: door.make_inputs(settings, problem.tokens, turn))
         ahead.renew(1)
         self._facts: Row = {}

@@ -48,14 +48,6 @@ def with_attention(model: nn.Module, name: str) -> nn.Module:
     return shared
 
 
-def compiled(model: nn.Module, name: str) -> Callable[..., Any]:
-    """The model as a user compiles it."""
-    result: Callable[..., Any] = torch.compile(
-        model, backend="magi" if name == "magi" else "inductor"
-    )
-    return result
-
-
 def make_inputs(settings: Settings, tokens: int, turn: int) -> Inputs:
     """A pack of documents: tokens, positions that begin anew in each document, and labels."""
     generator = torch.Generator().manual_seed(settings.seed + turn)

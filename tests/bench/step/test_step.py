@@ -30,7 +30,6 @@ SMALL = Settings(
     rounds=Rounds(2, 1.0),
     seed=3,
 )
-BY_NAME = {way.name: way for way in WAYS}
 
 
 def case_of(name, tokens, which, layers=1):
@@ -38,7 +37,7 @@ def case_of(name, tokens, which, layers=1):
 
 
 def problem_of(tokens):
-    return Problem(SMALL, tokens, BY_NAME)
+    return Problem(SMALL, tokens)
 
 
 def measured(tmp_path, *arguments):
@@ -76,7 +75,7 @@ def test_every_way_to_call_attention_has_a_time_or_a_reason(tmp_path):
     for words in ("no backward on a CPU", "CUDA graphs need a GPU", "runs on cuda, not on cpu"):
         assert words in text
     for name in names:
-        assert f"| {BY_NAME[name].label} | 1K |" in text
+        assert f"| {WAYS[name].label} | 1K |" in text
 
 
 @pytest.mark.slow
@@ -97,10 +96,10 @@ def test_layers_and_training_have_a_time_or_a_reason(tmp_path):
 
 
 def test_all_rows_are_planned_in_all_groups():
-    every = replace(SMALL, tokens=(64,), layers=(2, 16), rows=tuple(BY_NAME))
+    every = replace(SMALL, tokens=(64,), layers=(2, 16), rows=tuple(WAYS))
     planned = list(Step(every).cases())
-    assert {BY_NAME[case.mask].group for case in planned} == set(GROUPS)
-    depths = {case.layers for case in planned if BY_NAME[case.mask].group == "layers"}
+    assert {WAYS[case.mask].group for case in planned} == set(GROUPS)
+    depths = {case.layers for case in planned if WAYS[case.mask].group == "layers"}
     assert depths == {2, 16}
     assert len(planned) == 2 * (len(WAYS) + 2)
     assert len({case.key for case in planned}) == len(planned)
@@ -296,7 +295,7 @@ def test_kernels_and_launches_are_told_apart():
 
 def test_new_layouts_are_new_in_every_call_and_equal_for_all():
     problem = problem_of(4096)
-    masks, others = (step.masks_of(problem, BY_NAME["new_layout"]) for _ in range(2))
+    masks, others = (step.masks_of(problem, WAYS["new_layout"]) for _ in range(2))
     drawn = []
     for calls in (1, 2):
         for one in (masks, others):
@@ -312,7 +311,7 @@ def test_new_layouts_are_new_in_every_call_and_equal_for_all():
 def test_rows_of_one_layout_keep_their_mask():
     problem = problem_of(256)
     for name in ("outside", "inside"):
-        masks = step.masks_of(problem, BY_NAME[name])
+        masks = step.masks_of(problem, WAYS[name])
         masks.renew(1)
         first = masks.next()
         masks.renew(5)
