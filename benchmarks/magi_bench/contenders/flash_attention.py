@@ -62,42 +62,37 @@ class TorchFlash(Kernel):
     label = "FlashAttention 2 in PyTorch"
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        return derive.needs_documents_or_window(workload.slices)
+        return [] if derive.packing_of(workload.slices) else ["takes documents and windows only"]
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
-        documents = derive.documents_of(workload.slices)
-        if documents:
-            window: derive.Window | None = derive.Window(None, 0 if documents.causal else None)
-        else:
-            documents = derive.Documents([0, workload.case.seqlen], False)
-            window = derive.window_of(workload.slices)
-        cu_seqlens = torch.tensor(documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device)
-        return lambda q, k, v: _Flash.apply(q, k, v, cu_seqlens, documents.longest, window)
+        found = derive.packing_of(workload.slices)
+        assert found is not None
+        cu_seqlens, longest, window = found.cu_seqlens, found.longest, derive.Window(*found[2:])
+        if cu_seqlens is None:
+            cu_seqlens = torch.tensor([0, workload.case.seqlen], dtype=torch.int32)
+        cu_seqlens = cu_seqlens.to(inputs.q.device)
+        return lambda q, k, v: _Flash.apply(q, k, v, cu_seqlens, longest, window)
 
 
 class _FlashAttention(Kernel):
     unlimited: int | None = -1
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        return derive.needs_documents_or_window(workload.slices)
+        return [] if derive.packing_of(workload.slices) else ["takes documents and windows only"]
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         assert self.module is not None
         package = importlib.import_module(self.module)
-        documents = derive.documents_of(workload.slices)
-        if documents and len(documents.cu_seqlens) > 2:
-            cu_seqlens = torch.tensor(
-                documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device
-            )
-            options: dict[str, Any] = {"causal": documents.causal}
+        found = derive.packing_of(workload.slices)
+        assert found is not None
+        causal = found[2:] == (None, 0)
+        if found.cu_seqlens is not None:
+            options: dict[str, Any] = {"causal": causal}
             for side in "qk":
-                options[f"cu_seqlens_{side}"] = cu_seqlens
-                options[f"max_seqlen_{side}"] = documents.longest
+                options[f"cu_seqlens_{side}"] = found.cu_seqlens.to(inputs.q.device)
+                options[f"max_seqlen_{side}"] = found.longest
             return lambda q, k, v: _first(package.flash_attn_varlen_func(q, k, v, **options))
-        window = derive.window_of(workload.slices)
-        assert window is not None
-        causal = window == (None, 0)
-        sides = tuple(self.unlimited if causal or side is None else side for side in window)
+        sides = tuple(self.unlimited if causal or side is None else side for side in found[2:])
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             batched = (x[None] for x in (q, k, v))

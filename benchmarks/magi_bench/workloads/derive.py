@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -12,17 +11,6 @@ from magi_compile.kernels.fa4.intervals import Intervals, intervals_of_rects
 from magi_compile.kernels.fa4.native import Native, native_mask
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
-
-
-class Documents(NamedTuple):
-    """Packed documents that see only themselves: `cu_seqlens` as a list, and whether each is causal."""
-
-    cu_seqlens: list[int]
-    causal: bool
-
-    @property
-    def longest(self) -> int:
-        return max(end - begin for begin, end in itertools.pairwise(self.cu_seqlens))
 
 
 class Window(NamedTuple):
@@ -47,33 +35,22 @@ def _intervals(slices: AttnSlices) -> Intervals:
     return intervals_of_rects(slices.rects(), slices.seqlen_q, slices.seqlen_k)
 
 
-def _native(slices: AttnSlices) -> Native | None:
-    is_square = slices.seqlen_q == slices.seqlen_k
-    return native_mask(_intervals(slices), least_rows=1) if is_square else None
+def packing_of(slices: AttnSlices) -> Native | None:
+    """The packed documents, each full or each causal, or the one sliding window that `slices` are; None if neither."""
+    if slices.seqlen_q != slices.seqlen_k:
+        return None
+    found = native_mask(_intervals(slices), least_rows=1)
+    if found is None or found.cu_seqlens is None:
+        return found
+    return found if found.left is None and found.right in (None, 0) else None
 
 
 def window_of(slices: AttnSlices) -> Window | None:
     """The sliding window that `slices` are, full and causal included; None if they are none."""
-    found = _native(slices)
-    return (
-        None if found is None or found.cu_seqlens is not None else Window(found.left, found.right)
-    )
-
-
-def documents_of(slices: AttnSlices) -> Documents | None:
-    """The packed documents that `slices` are, a single one included; None if they are none."""
-    found = _native(slices)
-    if found is None or found.left is not None or found.right not in (None, 0):
+    found = packing_of(slices)
+    if found is None or found.cu_seqlens is not None:
         return None
-    bounds = [0, slices.seqlen_q] if found.cu_seqlens is None else found.cu_seqlens.tolist()
-    return Documents(bounds, found.right == 0)
-
-
-def needs_documents_or_window(slices: AttnSlices) -> list[str]:
-    """The refusal of a contender that takes packed documents and sliding windows; none if `slices` are such."""
-    if documents_of(slices) or window_of(slices):
-        return []
-    return ["takes documents and windows only"]
+    return Window(found.left, found.right)
 
 
 def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cpu") -> Tensor:

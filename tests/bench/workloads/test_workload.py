@@ -93,18 +93,13 @@ def test_windows(slices, window):
 @pytest.mark.parametrize(
     ("slices", "documents"),
     [
-        (AttnSlices.from_cu_seqlens([0, 4, 9]), ([0, 4, 9], False)),
-        (AttnSlices.from_cu_seqlens([0, 4, 5, 9], causal=True), ([0, 4, 5, 9], True)),
-        (AttnSlices.causal(9), ([0, 9], True)),
-        (AttnSlices.sliding_window(9, None, (3, 0)), None),
+        (AttnSlices.from_cu_seqlens([0, 4, 9]), ([0, 4, 9], 5, None, None)),
+        (AttnSlices.from_cu_seqlens([0, 4, 5, 9], causal=True), ([0, 4, 5, 9], 4, None, 0)),
     ],
 )
 def test_documents(slices, documents):
-    assert derive.documents_of(slices) == documents
-
-
-def test_longest_document():
-    assert derive.Documents([0, 4, 5, 9], True).longest == 4
+    found = derive.packing_of(slices)
+    assert (found.cu_seqlens.tolist(), *found[1:]) == documents
 
 
 def test_block_lists():
