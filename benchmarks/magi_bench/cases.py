@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 PASS_TITLES = {"fwd": "Forward", "bwd": "Backward", "fwdbwd": "Forward and backward"}
 PASSES = tuple(PASS_TITLES)
@@ -62,21 +61,6 @@ class Case:
         more = [f"x{self.layers}"] * (self.layers > 1) + [f"ranks{self.ranks}"] * (self.ranks > 1)
         more += [x for x in (self.mode, self.which) if x]
         return "/".join([*parts, f"d{self.head_dims_label}", self.dtype, f"seed{self.seed}", *more])
-
-    def at(self, seqlen: int) -> Case:
-        """The same case at another length."""
-        return replace(self, seqlen=seqlen)
-
-    def of_pass(self, which: str) -> Case:
-        """The same case, of another pass."""
-        return replace(self, which=which)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Case:
-        return cls(**fields)
 
 
 def parse_length(text: str) -> int:

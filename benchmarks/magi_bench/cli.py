@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from magi_bench import arguments, masks, plans, simulate
+from magi_bench import arguments, masks, plans, simulate, step
 from magi_bench.arguments import say
 from magi_bench.doors import suite as doors
 from magi_bench.first import suite as first
@@ -20,7 +20,6 @@ from magi_bench.mods import suite as mods
 from magi_bench.ranks import suite as ranks
 from magi_bench.results import rows
 from magi_bench.results.compare import compare, to_text
-from magi_bench.step import suite as step
 from magi_bench.trees import suite as trees
 from magi_bench.workloads.workload import MASKS
 from magi_compile import __version__
@@ -89,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from magi_bench.report import write_readme_table, write_report
+    from magi_bench.report.pages import write_readme_table, write_report
 
     results = rows.load(args.results)
     if args.contenders:

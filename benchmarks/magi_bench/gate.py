@@ -72,23 +72,35 @@ def run(attend: Attend, contender: Kernel, inputs: Inputs) -> Call:
 def check(actual: Call, layout: Layout, workload: Workload, inputs: Inputs) -> Check:
     """Hold the results of `run` to the oracle; the workload must be short enough for dense fp64 scores."""
     results = [layout.to_packed(x.detach()) for x in (actual.out, *actual.grads)]
-    return judge(results, *exact_and_plain(workload, inputs))
+    truth = Truth.of(*exact_and_plain(workload, inputs), inputs.q.dtype)
+    return truth.check(results, workload.case.seqlen)
 
 
-def judge(
-    results: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    plain: Sequence[Tensor],
-    names: Sequence[str] = RESULTS,
-) -> Check:
-    """Hold `results`, in the order of `names` and the first one packed,
-    to the truth and to what plain PyTorch makes of it."""
-    step = torch.finfo(plain[0].dtype).eps
-    errors, allowed = {}, {}
-    for name, x, truth, rounded in zip(names, results, exact, plain, strict=False):
-        errors[name] = relative_error(x, truth)
-        allowed[name] = 2 * relative_error(rounded, truth) + step
-    return Check(len(results[0]), errors, allowed)
+class Truth(NamedTuple):
+    """Results as they should be, of a call in the order of `RESULTS`, and the relative error that each may have."""
+
+    exact: Sequence[Tensor]
+    allowed: dict[str, float]  # by name
+    against: str = "the truth"  # whose results they are
+
+    @classmethod
+    def of(
+        cls,
+        exact: Sequence[Tensor],
+        plain: Sequence[Tensor],
+        dtype: torch.dtype,
+        names: Sequence[str] = RESULTS,
+    ) -> Truth:
+        """Allows twice the errors of `plain`, what plain PyTorch makes of it in a `dtype`, and one rounding step."""
+        pairs, step = zip(names, plain, exact, strict=False), torch.finfo(dtype).eps
+        return cls(exact, {name: 2 * relative_error(x, truth) + step for name, x, truth in pairs})
+
+    def check(self, results: Sequence[Tensor], seqlen: int) -> Check:
+        """Holds `results`, which may lack the last ones, to it."""
+        found = zip(self.allowed, results, self.exact, strict=False)
+        errors = {name: relative_error(x, truth) for name, x, truth in found}
+        allowed = {name: self.allowed[name] for name in errors}
+        return Check(seqlen, errors, allowed, self.against)
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -134,29 +146,14 @@ def _join(heads: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.cat(parts, 1) for parts in zip(*heads, strict=True)]
 
 
-class StepTruth(NamedTuple):
-    """Loss and gradients of a step, in the order of `STEP_RESULTS`, and the relative error that each may have."""
-
-    exact: Sequence[Tensor]
-    allowed: dict[str, float]
-
-    def check(self, results: Sequence[Tensor], seqlen: int) -> Check:
-        """Holds `results`, which may lack the gradients, to it."""
-        errors = {
-            name: relative_error(x.to(truth.dtype), truth)
-            for name, x, truth in zip(STEP_RESULTS, results, self.exact, strict=False)
-        }
-        return Check(seqlen, errors, {name: self.allowed[name] for name in errors})
-
-
-def truth_of_step(model: nn.Module, run: Callable[[], Sequence[Tensor]]) -> StepTruth:
+def truth_of_step(model: nn.Module, run: Callable[[], Sequence[Tensor]]) -> Truth:
     """The results of `run` with `model` in a dtype of twice the width, which it has afterwards. The error may be twice
     that of the model in its own dtype, and always as large as `rounding_of_step`."""
     plain, dtype = run(), next(model.parameters()).dtype
     model.to(torch.float64 if dtype == torch.float32 else torch.float32)
     exact, least = run(), rounding_of_step(dtype)
-    theirs = StepTruth(exact, least).check(plain, 0).errors
-    return StepTruth(exact, {name: max(2 * theirs[name], least[name]) for name in least})
+    theirs = Truth(exact, least).check(plain, 0).errors
+    return Truth(exact, {name: max(2 * theirs[name], least[name]) for name in least})
 
 
 def rounding_of_step(dtype: torch.dtype) -> dict[str, float]:

@@ -38,13 +38,9 @@ def run(args: argparse.Namespace) -> int:
             arguments.say(f"{name:24}{documented or 'Blocks drawn for each key-value head.'}")
         return 0
     is_sparse = args.show in SPARSE_MASKS
+    level, sizes = "sparse" if is_sparse else "kernel", (args.seqlen, 1, 1, 128)
     case = Case(
-        "sparse" if is_sparse else "kernel",
-        args.show,
-        args.seqlen,
-        1,
-        1,
-        128,
+        *(level, args.show, *sizes),
         lengths=args.lengths,
         block=args.block if is_sparse else 0,
         density=args.density if is_sparse else 1.0,

@@ -78,10 +78,7 @@ class Tiles(Contender):
 
     def __init__(self, name: str, label: str, how: str):
         self.name, self.label, self._how = name, label, how
-
-    def unavailable(self, device: str) -> str | None:
-        is_gpu = self._how in ("graph", "launch")
-        return "runs on cuda, not on cpu" if is_gpu and device == "cpu" else None
+        self.devices = ("cuda",) if how in ("graph", "launch") else Contender.devices
 
     def prepare(self, problem: Workload, case: Case) -> Ready:
         slices = problem.slices
@@ -112,12 +109,10 @@ class OfARank(Contender):
     """The plan of the first of `RANKS` ranks, of a mask that nobody has planned yet."""
 
     is_alone = True
+    devices = ("cpu",)
 
     def __init__(self, name: str, label: str, *, by_mask_mod: bool):
         self.name, self.label, self._by_mask_mod = name, label, by_mask_mod
-
-    def unavailable(self, device: str) -> str | None:
-        return None if device == "cpu" else f"runs on cpu, not on {device}"
 
     def prepare(self, problem: Workload, case: Case) -> Ready:
         mask = problem.mask_mod if self._by_mask_mod else problem.slices

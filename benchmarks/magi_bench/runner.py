@@ -15,15 +15,14 @@ import torch
 
 import magi_compile
 from magi_bench import arguments
+from magi_bench.arguments import Settings
 from magi_bench.cases import PASS_TITLES, Case, format_length
-from magi_bench.clock import ALONE, Alone, Ready, Turns, in_turns, wait, warm_up, work_of
+from magi_bench.clock import ALONE, Alone, Ready, Turns, in_turns, summary, wait, warm_up, work_of
 from magi_bench.contenders.base import Contender
 from magi_bench.process import WorkerLost
 from magi_bench.progress import said_while
 from magi_bench.results import provenance
 from magi_bench.results.rows import Ledger, Row
-from magi_bench.settings import Settings
-from magi_bench.timing import summary
 from magi_compile.lowering.report import Decision, lowering_report
 
 # What no contender should end in.
@@ -149,7 +148,7 @@ class Runner:
         outcomes, ready = {}, {}
         for contender in contenders:
             outcome, prepared = self._attempt(contender, case)
-            outcomes[contender.name] = _who(contender) | outcome
+            outcomes[contender.name] = who(contender) | outcome
             if prepared is not None:
                 ready[contender.name] = prepared
         gc.collect()
@@ -319,13 +318,14 @@ class Runner:
                 self.ledger.add(case, row["contender"], row)
 
     def _write(self) -> None:
-        from magi_bench.report.markdown import to_markdown
+        from magi_bench.report.pages import to_markdown
 
         if self.output:
             Path(f"{self.output}.md").write_text(to_markdown(self.ledger.results))
 
 
-def _who(contender: Contender) -> Row:
+def who(contender: Contender) -> Row:
+    """The fields of a row that name a contender."""
     return {"label": contender.label, "is_ours": contender.is_ours}
 
 
@@ -407,7 +407,7 @@ def recompiled(row: Row) -> int:
 def fault(row: Row) -> str:
     """The fault of a row, in a line."""
     what = row.get("reason") or f"{recompiled(row)} graphs compiled while time was taken"
-    return f"{where(Case.from_json(row['case']))}, {row['contender']}: {what}"
+    return f"{where(Case(**row['case']))}, {row['contender']}: {what}"
 
 
 def conclude(done: Runner) -> int:

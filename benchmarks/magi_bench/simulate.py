@@ -13,12 +13,13 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from statistics import mean
 
 import torch
 
-from magi_bench import arguments, field_report
+from magi_bench import arguments, field
 from magi_bench.progress import said_while
 from magi_bench.workloads.lengths import SAMPLERS, sample
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads, plan_communication
@@ -146,7 +147,7 @@ def table_of(outcomes: Sequence[Outcome]) -> str:
         [f"{x:.3f}" if isinstance(x, float) else str(x) for x in vars(outcome).values()]
         for outcome in outcomes
     ]
-    return field_report.aligned([[item.name for item in fields(Outcome)], *rows])
+    return field.aligned([[item.name for item in fields(Outcome)], *rows])
 
 
 def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
@@ -192,17 +193,6 @@ def _strategy(text: str) -> str:
     return text
 
 
-def _slack(text: str) -> float:
-    """A share, which may be 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number, and not negative, got {text!r}")
-    return number
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option of the command."""
     option, count, positive = parser.add_argument, arguments.count, arguments.positive
@@ -214,7 +204,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--lengths", choices=SAMPLERS, default="seeds", help="of documents")
     option("--packs", type=count, default=4, help="packs of documents to average over")
     option("--seed", type=int, default=42, help="of the packs")
-    option("--slack", type=_slack, default=0.01)
+    option(
+        "--slack",
+        type=arguments.number("a number, and not negative", lambda x: 0 <= x < inf),
+        default=0.01,
+    )
     option("--nheads-q", type=count, default=64)
     option("--nheads-kv", type=count, default=8)
     option("--head-dim", type=count, default=128)
@@ -241,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"`--plot` must lie in a folder that exists, got {args.plot}")
     torch.set_num_threads(1)
     if args.preset or args.measured:
-        return field_report.run(args)
+        return field.run(args)
     outcomes = measure(args)
     title = f"{args.mask}, {args.tokens} tokens"
     arguments.say(f"{title}, mean of {args.packs} packs, seed {args.seed}")

@@ -1,13 +1,15 @@
 """The commands, from arguments to files."""
 
 import re
+from dataclasses import asdict
 from xml.etree import ElementTree
 
 import pytest
 
 from magi_bench.cases import Case
 from magi_bench.cli import main
-from magi_bench.report import markdown, tables, write_report
+from magi_bench.report import tables
+from magi_bench.report.pages import BEGIN, END, write_report
 from magi_bench.report.tables import groups
 from magi_bench.results import rows
 
@@ -103,7 +105,7 @@ def test_report_of_several_runs():
         for name, day, version, matmul in (("b", 2, "1", 700.0), ("a", 1, "2", 800.0))
     }
     runs["unused"] = {"run": "unused", "device": "other"}
-    row = {"case": case.to_json(), "contender": "naive", "label": "n", "is_ours": False}
+    row = {"case": asdict(case), "contender": "naive", "label": "n", "is_ours": False}
     row["status"] = "ok"
     results = rows.Results(runs, {name: row | {"run": name} for name in "ba"})
     facts = dict(tables.facts(results))
@@ -130,7 +132,7 @@ def test_readme_table(results, tmp_path):
     readme.write_text("no marks")
     with pytest.raises(SystemExit):
         main(command)
-    readme.write_text(f"before\n{markdown.BEGIN}\nold\n{markdown.END}\nafter\n")
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     assert main(command) == 0
     text = readme.read_text()
     assert text.startswith("before\n")
@@ -160,7 +162,7 @@ def test_presets_in_one_file_are_reported_apart(tmp_path):
     for lengths in ("seeds", "longca", "blocks"):
         case = Case("kernel", "block_causal_document", 1024, 64, 8, 128, lengths=lengths)
         row = {"run": "1", "key": case.key, "contender": "naive", "status": "ok"}
-        row |= {"label": "naive PyTorch", "is_ours": False, "case": case.to_json()}
+        row |= {"label": "naive PyTorch", "is_ours": False, "case": asdict(case)}
         rows.append(path, "row", row)
     found = groups(rows.load([path]))
     assert [(group.documents, len(group.rows)) for group in found] == [("seeds", 1), ("longca", 2)]
@@ -218,7 +220,10 @@ def test_presets_and_filters(arguments, count, capsys):
         (["kernel", "--jobs", "0"], "--jobs: must be a positive integer, got '0'"),
         (["kernel", "--cell-limit", "0"], "--cell-limit: must be a positive number, got '0'"),
         (["kernel", "--budget-ms", "x"], "--budget-ms: must be a positive number, got 'x'"),
-        (["sparse", "--densities", "1.5"], "--densities: must be a share of at most 1, got '1.5'"),
+        (
+            ["sparse", "--densities", "1.5"],
+            "--densities: must be a share of at most 1, above 0, got '1.5'",
+        ),
         (["sparse", "--blocks", "0"], "--blocks: must be a positive integer, got '0'"),
         (["masks", "--show", "uniform_blocks", "--block", "0"], "must be a positive integer"),
         (["masks", "--show", "no_such_mask"], "`mask` must be one of "),

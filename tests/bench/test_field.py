@@ -8,8 +8,7 @@ import torch
 from magi_bench import simulate as command
 from magi_bench.cases import Case
 from magi_bench.cli import main
-from magi_bench.field import OTHERS, OURS, Predicted, Work, predict
-from magi_bench.field_report import compare, measured_in
+from magi_bench.field import OTHERS, OURS, Predicted, Work, compare, measured_in, predict
 from magi_bench.results.rows import Ledger
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.masks.library import MASKS

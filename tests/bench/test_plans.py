@@ -3,9 +3,9 @@
 import pytest
 
 from magi_bench import plans
+from magi_bench.arguments import Settings
 from magi_bench.cli import main
 from magi_bench.clock import Rounds
-from magi_bench.settings import Settings
 from tests.bench.flat import rows_of
 
 SMALL = Settings(

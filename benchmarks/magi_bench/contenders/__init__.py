@@ -21,7 +21,7 @@ CONTENDERS: dict[str, str] = {
     "fa3": "flash_attention:FlashAttention3",
     "cudnn-flex": "cudnn_flex:CudnnFlex",
     "cudnn": "sdpa:CudnnSdpa",
-    "fa2": "aten_varlen:TorchFlash",
+    "fa2": "flash_attention:TorchFlash",
     "flex": "flex:FlexTriton",
     "flex-flash": "flex:FlexFlash",
     "mem-efficient": "sdpa:MemoryEfficientSdpa",

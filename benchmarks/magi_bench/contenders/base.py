@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -45,10 +46,18 @@ class Contender(ABC):
     label: str  # how reports call it
     is_ours: bool = False  # ratios are to the first of these that has a time
     is_alone: bool = False  # whether its times have no ratio, as its work is another
+    devices: tuple[str, ...] = ("cuda", "cpu")  # where it runs
+    module: str | None = None  # what must be imported
+
+    def available(self) -> str | None:
+        """Why it cannot be had on this machine, or None. May import packages."""
+        return import_error(self.module) if self.module else None
 
     def unavailable(self, device: str) -> str | None:
-        """Why it cannot be had on this machine, or None."""
-        return None
+        """Why it cannot be had on a device of this machine, or None."""
+        if device not in self.devices:
+            return f"runs on {' and '.join(self.devices)}, not on {device}"
+        return self.available()
 
     def supports(self, problem: Any, case: Any) -> list[str]:
         """Every reason against a case; empty if it runs."""
@@ -67,17 +76,12 @@ class Kernel(Contender):
     """One implementation of attention. A worker process of its own makes one instance and keeps it."""
 
     levels: tuple[str, ...] = ("kernel",)  # which cases it takes part in, of "kernel" and "sparse"
-    devices: tuple[str, ...] = ("cuda",)  # of "cuda" and "cpu"
+    devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")  # of q, k, v
     layout: Layout = Layout.PACKED  # what `prepare`'s result takes and returns
     has_backward: bool = True  # whether it can be differentiated
     compiles_slowly: bool = False  # whether a new shape costs seconds; such contenders run last
-    module: str | None = None  # what must be imported
     distributions: tuple[str, ...] = ()  # of packages that it consists of
-
-    def available(self) -> str | None:
-        """Why it cannot be had on this machine, or None. May import packages; runs in the worker."""
-        return import_error(self.module) if self.module else None
 
     def supports(self, workload: Workload, device: str) -> list[str]:
         """Every reason against this workload beyond level, device and dtype; empty if it runs."""
@@ -133,3 +137,22 @@ def memory_refusal(needed: int, what: str, device: str) -> list[str]:
     if needed <= total // 2:
         return []
     return [f"{what} would take {needed / 2**30:.0f} GiB of {total / 2**30:.0f} GiB"]
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of `function` for Dynamo, which keeps what it compiled, for all backends, with a function's code."""
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    """torch.compile for static shapes, with code of its own for Dynamo to guard."""
+    return torch.compile(with_own_code(function), dynamic=False, **options)

@@ -1,4 +1,5 @@
-"""The FlashAttention packages 3 and 4: documents and windows; 4 also block-sparse masks."""
+"""FlashAttention 2 in PyTorch, packed, by the ATen operators that `varlen_attn` is made of, and the packages 3 and 4:
+documents and windows; 4 also block-sparse masks."""
 
 from __future__ import annotations
 
@@ -12,31 +13,86 @@ from torch import Tensor
 from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.workloads import derive
 from magi_bench.workloads.workload import Inputs, Workload
+from magi_compile.kernels.fa4.intervals import lists_of
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        window: derive.Window,
+    ) -> Tensor:
+        ctx.longest, ctx.is_causal = longest, window == derive.Window(None, 0)
+        sides = (window.left, window.right)
+        ctx.window = {} if ctx.is_causal else _window_arguments(*sides)
+        lengths = (cu_seqlens, cu_seqlens, longest, longest)
+        out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            *(q, k, v), *lengths, 0.0, ctx.is_causal, False, **ctx.window
+        )
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, rng_state, unused)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple:
+        q, k, v, out, lse, cu_seqlens, rng_state, unused = ctx.saved_tensors
+        lengths = (cu_seqlens, cu_seqlens, ctx.longest, ctx.longest)
+        random = (rng_state, unused)
+        grads = torch.ops.aten._flash_attention_backward(
+            *(dout, q, k, v, out, lse), *lengths, 0.0, ctx.is_causal, *random, **ctx.window
+        )
+        return (*grads, None, None, None)
+
+
+def _window_arguments(left: int | None, right: int | None) -> dict[str, int]:
+    return {
+        "window_size_left": -1 if left is None else left,
+        "window_size_right": -1 if right is None else right,
+    }
+
+
+class TorchFlash(Kernel):
+    """PyTorch's own copy of FlashAttention 2."""
+
+    name = "fa2"
+    label = "FlashAttention 2 in PyTorch"
+
+    def supports(self, workload: Workload, device: str) -> list[str]:
+        return [] if derive.packing_of(workload.slices) else ["takes documents and windows only"]
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        found = derive.packing_of(workload.slices)
+        assert found is not None
+        cu_seqlens, longest, window = found.cu_seqlens, found.longest, derive.Window(*found[2:])
+        if cu_seqlens is None:
+            cu_seqlens = torch.tensor([0, workload.case.seqlen], dtype=torch.int32)
+        cu_seqlens = cu_seqlens.to(inputs.q.device)
+        return lambda q, k, v: _Flash.apply(q, k, v, cu_seqlens, longest, window)
 
 
 class _FlashAttention(Kernel):
     unlimited: int | None = -1
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        return derive.needs_documents_or_window(workload.slices)
+        return [] if derive.packing_of(workload.slices) else ["takes documents and windows only"]
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         assert self.module is not None
         package = importlib.import_module(self.module)
-        documents = derive.documents_of(workload.slices)
-        if documents and len(documents.cu_seqlens) > 2:
-            cu_seqlens = torch.tensor(
-                documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device
-            )
-            options: dict[str, Any] = {"causal": documents.causal}
+        found = derive.packing_of(workload.slices)
+        assert found is not None
+        causal = found[2:] == (None, 0)
+        if found.cu_seqlens is not None:
+            options: dict[str, Any] = {"causal": causal}
             for side in "qk":
-                options[f"cu_seqlens_{side}"] = cu_seqlens
-                options[f"max_seqlen_{side}"] = documents.longest
+                options[f"cu_seqlens_{side}"] = found.cu_seqlens.to(inputs.q.device)
+                options[f"max_seqlen_{side}"] = found.longest
             return lambda q, k, v: _first(package.flash_attn_varlen_func(q, k, v, **options))
-        window = derive.window_of(workload.slices)
-        assert window is not None
-        causal = window == (None, 0)
-        sides = tuple(self.unlimited if causal or side is None else side for side in window)
+        sides = tuple(self.unlimited if causal or side is None else side for side in found[2:])
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             batched = (x[None] for x in (q, k, v))
@@ -90,8 +146,8 @@ class FlashAttention4Blocks(Kernel):
 
         def lists(visible: Tensor) -> BlockSparseTensorsTorch:
             return BlockSparseTensorsTorch(
-                *derive.block_lists(visible & is_partial),
-                *derive.block_lists(visible & ~is_partial),
+                *lists_of(visible & is_partial),
+                *lists_of(visible & ~is_partial),
                 block_size=(self.BLOCK, self.BLOCK),
             )
 

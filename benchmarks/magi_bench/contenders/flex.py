@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from magi_bench.cases import Case
 from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.contenders.magi import causal, lists_of_heads
-from magi_bench.workloads.derive import block_areas, block_lists
+from magi_bench.workloads.derive import block_areas
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import _compat
+from magi_compile.kernels.fa4.intervals import lists_of
 
 BLOCK = 128
+NO_BACKWARD = "FlexAttention has no backward on a CPU"
+
+
+def no_backward(case: Case, device: str) -> list[str]:
+    """The refusal of FlexAttention's backward on a device; none if it has one, or needs none."""
+    return [NO_BACKWARD] if device == "cpu" and case.which == "fwdbwd" else []
 
 
 class FlexTriton(Kernel):
@@ -96,8 +104,8 @@ def make_block_mask(workload: Workload, device: torch.device, listed: int = BLOC
         areas = block_areas(workload.slices, BLOCK, device)[None]
     full = areas == BLOCK**2  # not the ragged blocks at the end, as in `create_block_mask`
     return BlockMask.from_kv_blocks(
-        *block_lists(((areas > 0) & ~full)[None]),
-        *block_lists(full[None]),
+        *lists_of(((areas > 0) & ~full)[None]),
+        *lists_of(full[None]),
         BLOCK_SIZE=BLOCK,
         mask_mod=workload.mask_mod,
         seq_lengths=(case.seqlen, case.seqlen),

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import Attend, Kernel
-from magi_bench.workloads.derive import block_lists
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.fa4.intervals import lists_of
 from magi_compile.kernels.select import problem_on, refusals
 from magi_compile.masks.program.read import read_mask_mod
 
@@ -87,7 +87,7 @@ def lists_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
     """The lists of all query heads, `[1, nheads_q, blocks]` and `[1, nheads_q, blocks, blocks]`."""
     blocks = workload.blocks
     visible = blocks.visible.to(device).repeat_interleave(blocks.group, 0)
-    return list(block_lists(visible[None]))
+    return list(lists_of(visible[None]))
 
 
 def table_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:

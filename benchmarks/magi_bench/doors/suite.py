@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from magi_bench import arguments, runner
+from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.clock import Ahead, Ready
+from magi_bench.clock import Ahead, Protocol, Ready, matmul_tflops
 from magi_bench.contenders.base import Contender
+from magi_bench.contenders.flex import no_backward
 from magi_bench.doors import torchtitan_runs
-from magi_bench.gate import Check, StepTruth, rounding_of_step, truth_of_step
+from magi_bench.gate import Check, Truth, rounding_of_step, truth_of_step
 from magi_bench.results.rows import Row
-from magi_bench.settings import Settings
-from magi_bench.step.contenders import NO_BACKWARD
-from magi_bench.timing import Protocol, matmul_tflops
 from magi_bench.workloads import lengths
 from magi_compile import _compat
 
@@ -48,12 +47,11 @@ class Problem:
     ):
         self.settings, self.door, self.model = settings, door, model
         self.tokens, self.gate = tokens, gate or self
-        # What the first attention that was right gives, and whose it is; of the small input the truth.
-        self.agreed: tuple[StepTruth, str] | None = None
+        # What the first attention that was right gives; of the small input the truth.
+        self.agreed: Truth | None = None
         if gate is None:
             eager, inputs = copy.deepcopy(model), door.make_inputs(settings, tokens, 0)
-            truth = truth_of_step(eager, lambda: door.step(eager, eager, inputs))
-            self.agreed = truth, Check._field_defaults["against"]
+            self.agreed = truth_of_step(eager, lambda: door.step(eager, eager, inputs))
 
 
 class Attention(Contender):
@@ -64,14 +62,15 @@ class Attention(Contender):
         self.is_ours = name == "magi"
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        is_flex = self.name == "flex_attention" and problem.settings.device == "cpu"
-        return [NO_BACKWARD] if is_flex else []
+        is_flex = self.name == "flex_attention"
+        return no_backward(case, problem.settings.device) if is_flex else []
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
         door, settings = problem.door, problem.settings
         model = door.with_attention(problem.model, self.name)
         is_eager = problem.gate is problem or case.mode == "eager"
-        call = model if is_eager else door.compiled(model, self.name)
+        backend = "magi" if self.is_ours else "inductor"
+        call = model if is_eager else torch.compile(model, backend=backend)
         ahead = Ahead(lambda turn: door.make_inputs(settings, problem.tokens, turn))
         ahead.renew(1)
         self._facts: Row = {}
@@ -84,10 +83,9 @@ class Attention(Contender):
         self._facts["breaks"] = _compat.num_graph_breaks() - breaks
         if problem.agreed is None:
             allowed = rounding_of_step(getattr(torch, problem.settings.dtype))
-            truth = StepTruth(results, {what: 2 * error for what, error in allowed.items()})
-            problem.agreed = truth, f"{self.name}, {case.mode}"
-        truth, whose = problem.agreed
-        return truth.check(results, problem.tokens)._replace(against=whose)
+            allowed = {what: 2 * error for what, error in allowed.items()}
+            problem.agreed = Truth(results, allowed, f"{self.name}, {case.mode}")
+        return problem.agreed.check(results, problem.tokens)
 
 
 class Doors(runner.Suite):
@@ -203,8 +201,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     degrees: dict[str, Any] = {"nargs": "+", "type": count, "default": list(torchtitan_runs.RANKS)}
     words = "ranks of torchtitan's context parallelism"
     option("--cp", dest="cp_degrees", help=words, **degrees)
-    words = "torchtitan without CUDA graphs, which it records by default"
-    option("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help=words)
     option("--layers", dest="train_layers", type=count, default=4)
     option("--ffn-dim", type=count, default=14336)
     names = [name for name in arguments.RUN if name != "passes"]

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from magi_bench import timing
+from magi_bench import clock
+from magi_bench.arguments import Settings
 from magi_bench.cases import format_length
 from magi_bench.contenders.base import import_error
 from magi_bench.results.rows import Row
 from magi_bench.runner import compare
-from magi_bench.settings import Settings
 
 ATTENTIONS = ("magi", "flex", "varlen")
 RANKS = (1, 2, 4)
@@ -54,7 +54,7 @@ def rows(
         made = []
         for attention in ATTENTIONS:
             sizes = (ranks, tokens, settings.train_layers, settings.lengths, settings.seed)
-            graphs = settings.cuda_graphs and records_graphs(attention, ranks)
+            graphs = records_graphs(attention, ranks)
             run = Run(attention, *sizes, cuda_graphs=graphs)
             status, reason = "unsupported", ""
             if missing is not None:
@@ -143,7 +143,7 @@ def summary(steps: Sequence[dict[str, float]]) -> Row:
 
     seconds = [step["time_metrics/end_to_end(s)"] for step in last]
     times = {
-        **timing.summary([1e3 * x for x in seconds]),
+        **clock.summary([1e3 * x for x in seconds]),
         "tokens_per_s": median("throughput(tps)"),
         "mfu": median("mfu(%)") / 100,
         "peak_bytes": int(median("memory/max_active(GiB)") * 2**30),

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import magi_compile.integrations.transformers  # noqa: F401  (registers "magi")
-from magi_bench.settings import Settings
+from magi_bench.arguments import Settings
 from magi_bench.workloads import lengths
 
 VERSION = transformers.__version__
@@ -46,14 +46,6 @@ def with_attention(model: nn.Module, name: str) -> nn.Module:
     shared = copy.deepcopy(model, {id(x): x for x in model.parameters()})
     shared.set_attn_implementation(name)  # type: ignore[operator]
     return shared
-
-
-def compiled(model: nn.Module, name: str) -> Callable[..., Any]:
-    """The model as a user compiles it."""
-    result: Callable[..., Any] = torch.compile(
-        model, backend="magi" if name == "magi" else "inductor"
-    )
-    return result
 
 
 def make_inputs(settings: Settings, tokens: int, turn: int) -> Inputs:

@@ -11,11 +11,12 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from magi_bench import contenders, gate, timing
+from magi_bench import clock, contenders, gate
 from magi_bench.cases import Case
 from magi_bench.clock import Ready, Rounds, in_turns, wait
 from magi_bench.contenders.base import Attend, Kernel, refusals
@@ -38,13 +39,13 @@ class Bench:
 
     def gate(self, contender: Kernel, case: Case) -> Row:
         """`status` "ok", "wrong", "unsupported", "oom" or "error", with the errors found at a reduced length."""
-        small = case.at(min(case.seqlen, self.gate_seqlen))
+        small = replace(case, seqlen=min(case.seqlen, self.gate_seqlen))
         key = contender.name, small.key
         if key not in self._outcomes:
             self._outcomes[key], _ = self._guarded(self._gate, contender, small)
         return self._outcomes[key]
 
-    def time(self, case: Case, passes: Sequence[str], protocol: timing.Protocol) -> dict[str, Row]:
+    def time(self, case: Case, passes: Sequence[str], protocol: clock.Protocol) -> dict[str, Row]:
         """The fields of the rows of all contenders, timed by themselves or, in several rounds, in turns: `status`, and
         all that was measured if that is "ok"."""
         outcomes: dict[str, Row] = {}
@@ -79,7 +80,7 @@ class Bench:
                     torch.cuda.empty_cache()
 
     def _time(
-        self, case: Case, passes: Sequence[str], protocol: timing.Protocol, outcomes: dict[str, Row]
+        self, case: Case, passes: Sequence[str], protocol: clock.Protocol, outcomes: dict[str, Row]
     ) -> tuple[Row, None]:
         workload = build(case, self.device)
         inputs, ready = workload.inputs(self.device), {}
@@ -150,16 +151,16 @@ class Bench:
         wait(self.device)
         return attend, call, time.perf_counter() - begin
 
-    def _times(self, calls: Calls, protocol: timing.Protocol) -> dict[str, Row]:
+    def _times(self, calls: Calls, protocol: clock.Protocol) -> dict[str, Row]:
         if protocol.rounds == 1:
-            return {name: timing.measure(x, self.device, protocol) for name, x in calls.items()}
+            return {name: clock.measure(x, self.device, protocol) for name, x in calls.items()}
 
         def ready(call: Callable[[], object]) -> Ready:
-            return Ready(list, turn_ms=lambda n: timing.of_turn(call, self.device, protocol, n))
+            return Ready(list, turn_ms=lambda n: clock.of_turn(call, self.device, protocol, n))
 
-        asked = Rounds(protocol.rounds, timing.MS_OF_A_TURN)
+        asked = Rounds(protocol.rounds, clock.MS_OF_A_TURN)
         turns = in_turns({name: ready(x) for name, x in calls.items()}, self.device, asked)
-        return {name: timing.summary(x.times_ms) for name, x in turns.items()}
+        return {name: clock.summary(x.times_ms) for name, x in turns.items()}
 
 
 def start() -> Callable[[dict[str, Any]], tuple[Any, bool]]:
@@ -178,12 +179,12 @@ def _answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
         return {"reasons": reasons, "versions": versions}
     if request["op"] == "describe":
         record = provenance.describe(bench.device, request["command"])
-        protocol = timing.Protocol(**request["protocol"])
-        return record | {"matmul_tflops": timing.matmul_tflops(bench.device, protocol)}
-    case = Case.from_json(request["case"])
+        protocol = clock.Protocol(**request["protocol"])
+        return record | {"matmul_tflops": clock.matmul_tflops(bench.device, protocol)}
+    case = Case(**request["case"])
     if request["op"] == "gate":
         return {x.name: bench.gate(x, case) for x in bench.contenders}
-    return bench.time(case, request["passes"], timing.Protocol(**request["protocol"]))
+    return bench.time(case, request["passes"], clock.Protocol(**request["protocol"]))
 
 
 if __name__ == "__main__":

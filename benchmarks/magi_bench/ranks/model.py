@@ -18,15 +18,23 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask
 
+from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.clock import Ahead, Ready
-from magi_bench.contenders.base import Contender
+from magi_bench.contenders.base import Contender, compiled
+from magi_bench.contenders.flex import no_backward
 from magi_bench.gate import Check
-from magi_bench.own_code import compiled
-from magi_bench.ranks.base import flex_refusals
-from magi_bench.settings import Settings
-from magi_bench.training import build, check_steps, steps
-from magi_bench.workloads.llama import IGNORED, Llama, Pack, causal_in, document_of, pack
+from magi_bench.workloads.llama import (
+    IGNORED,
+    Llama,
+    Pack,
+    build,
+    causal_in,
+    check_steps,
+    document_of,
+    pack,
+    steps,
+)
 from magi_bench.world import World
 from magi_compile import _compat
 from magi_compile.dtensor import SequencePlan, context_parallel, plan, plan_ahead
@@ -156,7 +164,7 @@ class TorchTraining(Training):
         self._balancer = _compat.load_balancer_of_torch("HeadTail", *arguments)
 
     def supports(self, problem: None, case: Case) -> list[str]:
-        return flex_refusals(self.world, case)
+        return no_backward(case, self.world.kind)
 
     def mask(self, batch: Pack) -> BlockMask:
         """By eager code, which makes it more slowly than the compiled code that PyTorch would run."""

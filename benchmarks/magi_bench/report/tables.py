@@ -129,7 +129,7 @@ class Group:
 
 
 def case_of(row: Row) -> Case:
-    return Case.from_json(row["case"])
+    return Case(**row["case"])
 
 
 def is_of_kernels(row: Row) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class Ledger:
     def add(self, case: Case, contender: str, outcome: Mapping[str, Any]) -> Row:
         """Appends what became of a contender's case, and returns the row. A second row takes the place of the first."""
         where = {"run": self.run_id, "key": row_key(case, contender), "contender": contender}
-        self._append("row", {**where, "case": case.to_json(), **outcome})
+        self._append("row", {**where, "case": asdict(case), **outcome})
         return self.results.rows[where["key"]]
 
     def _append(self, kind: str, record: Mapping[str, Any]) -> None:

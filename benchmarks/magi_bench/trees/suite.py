@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from magi_bench import arguments, runner
+from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.clock import Ready, Rounds
 from magi_bench.contenders.base import Contender
 from magi_bench.gate import Check
 from magi_bench.process import Process
 from magi_bench.report.tables import ratios_by_contender
-from magi_bench.settings import Settings
 from magi_bench.workloads.presets import SEEDS_MASKS
 from magi_bench.workloads.workload import MASKS, build
 
@@ -48,13 +48,8 @@ class Problem:
         slices = build(case).slices
         ranges = (slices.q_ranges, slices.k_ranges, slices.mask_types[:, None])
         lists = zip(*(x.tolist() for x in ranges), strict=True)
-        sizes = ("nheads_q", "nheads_kv", "head_dim", "dtype", "seed")
-        self.request = {name: getattr(case, name) for name in sizes} | {
-            "tokens": case.seqlen,
-            "pass": case.which,
-            "device": device,
-            "slices": [list(itertools.chain(*parts)) for parts in lists],
-        }
+        runs = [list(itertools.chain(*parts)) for parts in lists]
+        self.request = asdict(case) | {"device": device, "slices": runs}
         self.first: list[list[float]] | None = None
 
 

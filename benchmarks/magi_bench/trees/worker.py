@@ -25,15 +25,15 @@ class Call:
     """One case: the tensors of a call, and its passes."""
 
     def __init__(self, case: dict[str, Any]):
-        self.is_backward = case["pass"] == "bwd"
+        self.is_backward = case["which"] == "bwd"
         device = torch.device(case["device"])
         slices = torch.tensor(case["slices"], dtype=torch.int32, device=device)
         ranges = slices[:, :2].contiguous(), slices[:, 2:4].contiguous(), slices[:, 4].contiguous()
-        self.slices = AttnSlices(*ranges, case["tokens"], case["tokens"])
+        self.slices = AttnSlices(*ranges, case["seqlen"], case["seqlen"])
         generator = torch.Generator(device).manual_seed(case["seed"])
 
         def tensor(nheads: int) -> Tensor:
-            shape = (case["tokens"], nheads, case["head_dim"])
+            shape = (case["seqlen"], nheads, case["head_dim"])
             dtype = getattr(torch, case["dtype"])
             return torch.randn(shape, generator=generator, device=device).to(dtype)
 

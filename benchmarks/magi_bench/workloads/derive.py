@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from magi_compile.kernels.fa4.intervals import Intervals, intervals_of_rects
+from magi_compile.kernels.fa4.native import Native, native_mask
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
-
-
-class Documents(NamedTuple):
-    """Packed documents that see only themselves: `cu_seqlens` as a list, and whether each is causal."""
-
-    cu_seqlens: list[int]
-    causal: bool
-
-    @property
-    def longest(self) -> int:
-        return max(end - begin for begin, end in itertools.pairwise(self.cu_seqlens))
 
 
 class Window(NamedTuple):
@@ -33,65 +23,34 @@ class Window(NamedTuple):
 def key_intervals(slices: AttnSlices) -> Tensor:
     """The keys of every row as disjoint intervals in increasing order that do not touch: int64 `[num_intervals, 2,
     seqlen_q]` of begins and ends; rows with fewer intervals end in empty ones."""
-    num_rows, num_columns = slices.seqlen_q, slices.seqlen_k
-    row, begin, end = slices.rects().by_row()
-    if not len(row):
-        return torch.zeros(1, 2, num_rows, dtype=torch.int64)
-    order = torch.argsort(row * (num_columns + 1) + begin)
-    row, begin, end = row[order], begin[order], end[order]
-    # An interval that starts where the one before it ends continues it.
-    starts = torch.ones_like(row, dtype=torch.bool)
-    starts[1:] = (row[1:] != row[:-1]) | (begin[1:] > end[:-1])
-    stops = torch.ones_like(starts)
-    stops[:-1] = starts[1:]
-    row, begin, end = row[starts], begin[starts], end[stops]
-    per_row = torch.bincount(row, minlength=num_rows)
-    index = torch.arange(len(row)) - (per_row.cumsum(0) - per_row)[row]
-    intervals = torch.zeros(int(per_row.max()), 2, num_rows, dtype=torch.int64)
-    intervals[index, 0, row] = begin
-    intervals[index, 1, row] = end
-    return intervals
+    row, begin, end, num_rows, _, most = _intervals(slices)
+    index = torch.arange(len(row)) - torch.searchsorted(row, row)
+    found = torch.zeros(max(most, 1), 2, num_rows, dtype=torch.int64)
+    found[index, 0, row] = begin
+    found[index, 1, row] = end
+    return found
+
+
+def _intervals(slices: AttnSlices) -> Intervals:
+    return intervals_of_rects(slices.rects(), slices.seqlen_q, slices.seqlen_k)
+
+
+def packing_of(slices: AttnSlices) -> Native | None:
+    """The packed documents, each full or each causal, or the one sliding window that `slices` are; None if neither."""
+    if slices.seqlen_q != slices.seqlen_k:
+        return None
+    found = native_mask(_intervals(slices), least_rows=1)
+    if found is None or found.cu_seqlens is None:
+        return found
+    return found if found.left is None and found.right in (None, 0) else None
 
 
 def window_of(slices: AttnSlices) -> Window | None:
     """The sliding window that `slices` are, full and causal included; None if they are none."""
-    intervals = key_intervals(slices)
-    if len(intervals) > 1 or slices.seqlen_q != slices.seqlen_k:
+    found = packing_of(slices)
+    if found is None or found.cu_seqlens is not None:
         return None
-    begin, end = intervals[0]
-    row, last = torch.arange(slices.seqlen_q), slices.seqlen_k - 1
-    left, right = int(last - begin[-1]), int(end[0] - 1)
-    matches = (begin == (row - left).clamp(min=0)) & (end == (row + right + 1).clamp(max=last + 1))
-    if not bool(matches.all()):
-        return None
-    return Window(None if left == last else left, None if right == last else right)
-
-
-def documents_of(slices: AttnSlices) -> Documents | None:
-    """The packed documents that `slices` are, a single one included; None if they are none."""
-    intervals = key_intervals(slices)
-    if len(intervals) > 1 or slices.seqlen_q != slices.seqlen_k:
-        return None
-    begin, end = intervals[0]
-    row = torch.arange(slices.seqlen_q)
-    starts = row[begin == row]
-    if not len(starts) or starts[0] != 0:
-        return None
-    bounds = torch.cat([starts, torch.tensor([slices.seqlen_q])])
-    document = torch.bucketize(row, bounds, right=True) - 1
-    if not torch.equal(begin, bounds[document]):
-        return None
-    for causal, expected in ((True, row + 1), (False, bounds[document + 1])):
-        if torch.equal(end, expected):
-            return Documents(bounds.tolist(), causal)
-    return None
-
-
-def needs_documents_or_window(slices: AttnSlices) -> list[str]:
-    """The refusal of a contender that takes packed documents and sliding windows; none if `slices` are such."""
-    if documents_of(slices) or window_of(slices):
-        return []
-    return ["takes documents and windows only"]
+    return Window(found.left, found.right)
 
 
 def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cpu") -> Tensor:
@@ -111,12 +70,3 @@ def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cp
         reach = torch.minimum(reach, (end - begin)[:, None])
         areas[:, first:last].index_add_(0, row // block, reach.diff(dim=1))
     return areas
-
-
-def block_lists(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """The blocks that every row of `[..., q blocks, k blocks]` lists: their number, and their indices before those of
-    the others; int32, contiguous whatever `listed` is."""
-    # Sums and sorts keep the strides of what they are given; attention functions want the last dimension dense.
-    listed = listed.contiguous()
-    index = listed.int().argsort(dim=-1, descending=True, stable=True)
-    return listed.sum(-1, dtype=torch.int32), index.int()

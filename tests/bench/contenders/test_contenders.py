@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from magi_bench import contenders, gate, timing
+from magi_bench import clock, contenders, gate
 from magi_bench.cases import Case
+from magi_bench.clock import Protocol, matmul_tflops, measure
 from magi_bench.contenders.base import Kernel, Layout, import_error, refusals
 from magi_bench.contenders.flex import make_block_mask
 from magi_bench.kernel.measure import Bench
-from magi_bench.timing import Protocol, matmul_tflops, measure
 from magi_bench.workloads.workload import build
 
 
@@ -230,11 +230,11 @@ def test_timing():
 
 
 def test_the_first_of_long_calls_counts(monkeypatch):
-    monkeypatch.setattr(timing, "_flush_buffer", lambda protocol: None)
-    monkeypatch.setattr(timing, "_gpu_times", lambda run, reps, host_ms, flush: [150.0] * reps)
+    monkeypatch.setattr(clock, "_flush_buffer", lambda protocol: None)
+    monkeypatch.setattr(clock, "_gpu_times", lambda run, reps, host_ms, flush: [150.0] * reps)
     for wait_ms, reps, slowest in ((199.0, 3, 200.0), (49.0, 5, 150.0)):
         first = {"host_ms": 1.0, "wait_ms": wait_ms, "peak_bytes": 7}
-        monkeypatch.setattr(timing, "_first_call", lambda run, first=first: dict(first))
+        monkeypatch.setattr(clock, "_first_call", lambda run, first=first: dict(first))
         result = measure(lambda: None, "cuda", Protocol())
         assert (result["reps"], result["p80_ms"], result["ms"]) == (reps, slowest, 150.0)
 

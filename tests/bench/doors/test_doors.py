@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magi_bench.arguments import Settings
 from magi_bench.cli import main
 from magi_bench.clock import Rounds
 from magi_bench.doors import torchtitan_runs
@@ -12,7 +13,6 @@ from magi_bench.doors.suite import Doors, model_flops
 from magi_bench.doors.torchtitan_runs import RANKS, Run, failure_in, summary
 from magi_bench.gate import STEP_RESULTS
 from magi_bench.results import rows as files
-from magi_bench.settings import Settings
 from tests.bench.flat import flat, rows_of
 
 SMALL = Settings(

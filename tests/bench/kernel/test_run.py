@@ -5,14 +5,14 @@ from typing import ClassVar
 
 import pytest
 
+from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.kernel import run
-from magi_bench.kernel.run import order
+from magi_bench.clock import Protocol
+from magi_bench.kernel import command
+from magi_bench.kernel.command import order
 from magi_bench.process import Process, WorkerLost
 from magi_bench.results import rows
 from magi_bench.results.compare import compare, to_text
-from magi_bench.settings import Settings
-from magi_bench.timing import Protocol
 from magi_bench.workloads.workload import build, cost
 
 CASES = [
@@ -25,7 +25,7 @@ OK = {"status": "ok", "passes": {"fwd": TIMES}, "gate": {"errors": {}, "allowed"
 
 
 def execute(cases, names, settings, path, say):
-    return run.execute(cases, names, settings, ["magi-bench"], path, say)
+    return command.Run(cases, names, settings, ["magi-bench"], path, say).execute()
 
 
 def test_order():
@@ -71,7 +71,7 @@ class FakeWorker:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(run, "worker_of", FakeWorker)
+    monkeypatch.setattr(command, "worker_of", FakeWorker)
     monkeypatch.setattr(FakeWorker, "behaviour", {})
     return FakeWorker
 

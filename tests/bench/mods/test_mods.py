@@ -1,23 +1,29 @@
 """`magi-bench mods`: every mod is right with ours on a CPU, every row has a time or a reason, the report."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from magi_bench import gate, runner
+from magi_bench.arguments import Settings
 from magi_bench.cli import main
 from magi_bench.clock import Rounds, Work
 from magi_bench.gate import Check
-from magi_bench.mods import contenders
-from magi_bench.mods.contenders import FLEX, Compiled, beside
-from magi_bench.mods.masks import canvas
-from magi_bench.mods.mod import BLOCK, Mod, Place
-from magi_bench.mods.problem import Problem, results_of
-from magi_bench.mods.suite import MODS, Mods
+from magi_bench.mods.catalogue import BLOCK, Mod, Place, canvas
+from magi_bench.mods.suite import (
+    FLEX,
+    MODS,
+    Compiled,
+    Mods,
+    Problem,
+    _attend,
+    beside,
+    contenders,
+    results_of,
+)
 from magi_bench.report import tables
 from magi_bench.results import rows as files
-from magi_bench.settings import Settings
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.report import REPORT, Decision
 from tests.bench.flat import flat, rows_of
@@ -67,8 +73,8 @@ def test_every_mod_is_right_with_ours(name, dtype):
     asked = Problem(replace(SMALL, dtype=dtype), MODS[name], SMALL.tokens[0])
     before = len(REPORT.decisions)
     out, *gradients = OURS.prepare(asked, case_of()).call()
-    check = gate.judge(results_of(out, gradients), asked.exact, asked.plain, asked.names)
-    assert list(check.errors) == list(asked.names)
+    check = asked.truth.check(results_of(out, gradients), asked.tokens)
+    assert list(check.errors) == list(asked.truth.allowed)
     assert check.passed, check.worst
     (decision,) = REPORT.decisions[before:]
     assert decision.kernel == "cpu", decision
@@ -97,8 +103,8 @@ def test_the_truth_is_that_of_eager_flex_attention(name):
     leaves = asked.leaves(False)
     score_mod = asked.made.score_mod(leaves.learned)
     with torch.no_grad():
-        out = contenders._attend(*leaves[:3], score_mod, asked.made.block_mask, None)
-    assert gate.relative_error(results_of(out, [])[0], asked.exact[0]) < 1e-5
+        out = _attend(*leaves[:3], score_mod, asked.made.block_mask, None)
+    assert gate.relative_error(results_of(out, [])[0], asked.truth.exact[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", MODS)
@@ -238,7 +244,7 @@ def test_a_mod_that_cannot_be_made_has_rows_too(monkeypatch):
         """Nothing."""
         raise ValueError("no mask")
 
-    monkeypatch.setitem(MODS, "broken", Mod.of("mask", broken))
+    monkeypatch.setitem(MODS, "broken", Mod("mask", broken))
     suite = Mods(replace(SMALL, mods=("broken", "causal")), [OURS])
     rows = {(row["mask"], row["pass"]): row for row in rows_of(suite)}
     assert rows["causal", "fwd"]["status"] == "ok"  # of the mod behind it
@@ -278,7 +284,7 @@ def test_reasons_are_one_line():
 
 
 def made_row(contender, ms=None, **more):
-    case = case_of("fwd").to_json()
+    case = asdict(case_of("fwd"))
     place = {"run": "1", "key": contender, "case": case, "group": "Forward", "what": "causal"}
     names = {"contender": contender, "label": contender.upper(), "about": "Half.", "of": "mask"}
     passes = {} if ms is None else {"status": "ok", "passes": {"fwd": {"ms": ms}}}
@@ -355,12 +361,12 @@ def test_bad_arguments(arguments, message, capsys):
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_counted():
     settings = Settings("cuda", "bfloat16", (1024,), 4, 2, 128)
-    found = execute(contenders.contenders(()), settings, ("documents",))
+    found = execute(contenders(()), settings, ("documents",))
     assert [row["status"] for row in found.values()] == ["ok"] * 4
     assert all(row["kernels"] >= 1 and row["kernel_ms"] > 0 for row in found.values())
 
 
 def test_who_takes_part_in_the_order_of_reports():
-    taking_part = contenders.contenders(["cpu"], ["flex-flash"])
+    taking_part = contenders(["cpu"], ["flex-flash"])
     assert [x.name for x in taking_part] == ["flex", "flex-flash", "magi", "magi-cpu"]
     assert [x.is_ours for x in taking_part] == [False, False, True, True]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from magi_bench.cli import main
+from magi_bench.contenders.flex import NO_BACKWARD
 from magi_bench.gate import STEP_RESULTS
 from magi_bench.ranks import model, suite
 from magi_bench.ranks.model import MagiAheadTraining, MagiTraining, TorchTraining
 from magi_bench.results import rows as files
-from magi_bench.step.contenders import NO_BACKWARD
 from magi_bench.world import World
 from tests.bench.flat import flat, rows_of
 from tests.bench.ranks.test_ranks import SMALL

@@ -5,19 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magi_bench.arguments import Settings
 from magi_bench.cli import main
 from magi_bench.clock import Rounds
+from magi_bench.contenders.flex import NO_BACKWARD
 from magi_bench.gate import exact_and_plain
-from magi_bench.ranks import contenders, suite
-from magi_bench.ranks.problem import Problem
+from magi_bench.ranks import suite
+from magi_bench.ranks.base import Problem
 from magi_bench.ranks.strategies.contenders import Ulysses
 from magi_bench.results import rows as files
-from magi_bench.settings import Settings
-from magi_bench.step.contenders import NO_BACKWARD
 from magi_bench.world import World
 from magi_compile.dtensor import plan
 from tests.bench.flat import flat, rows_of
 
+CONTENDERS = suite.CONTENDERS
 OURS = ("magi", "magi-waits", "magi-one-stage", "one-rank", "ulysses")
 SMALL = Settings(
     *("cpu", "float32", (256,), 4, 2, 16),
@@ -27,12 +28,12 @@ SMALL = Settings(
 )
 
 
-def run_ranks(settings, taking_part=contenders.CONTENDERS):
+def run_ranks(settings, taking_part=CONTENDERS):
     suite.CONTENDERS = taking_part
     try:
         return rows_of(suite.Ranks(settings, World("cpu")))
     finally:
-        suite.CONTENDERS = contenders.CONTENDERS
+        suite.CONTENDERS = CONTENDERS
 
 
 def run_small(group, settings):
@@ -78,7 +79,7 @@ def test_the_truth_is_that_of_the_dense_oracle(two_ranks):
             assert all(1e-8 < allowed < 1e-5 for allowed in check.allowed.values())
 
 
-class OtherTokens(contenders.Magi):
+class OtherTokens(suite.Magi):
     """Right, but for tokens that it says lie elsewhere; on one rank."""
 
     name = "other-tokens"
@@ -91,7 +92,7 @@ class OtherTokens(contenders.Magi):
         return made._replace(attend=lambda q, k, v: made.attend(q, k, v).flip(0))
 
 
-class WrongGradient(contenders.Magi):
+class WrongGradient(suite.Magi):
     name = "wrong-gradient"
     is_ours = False
 
@@ -100,7 +101,7 @@ class WrongGradient(contenders.Magi):
         return made._replace(attend=lambda q, k, v: made.attend(q, 2 * k - k.detach(), v))
 
 
-class RaisesOnOne(contenders.Magi):
+class RaisesOnOne(suite.Magi):
     name = "raises"
     is_ours = False
 
@@ -118,7 +119,7 @@ class RefusesAll(RaisesOnOne):
 
 
 def run_wrong(group):
-    taking_part = (contenders.Magi, OtherTokens, WrongGradient, RaisesOnOne, RefusesAll)
+    taking_part = (suite.Magi, OtherTokens, WrongGradient, RaisesOnOne, RefusesAll)
     names = tuple(x.name for x in taking_part)
     return run_ranks(replace(SMALL, masks=("document_causal",), contenders=names), taking_part)
 
@@ -150,7 +151,7 @@ def test_what_has_no_time_left_is_not_begun(two_ranks):
 def run_bytes(group):
     world = World("cpu")
     problem = Problem(SMALL, world, "causal", 256)
-    ours = contenders.Magi().spread(problem).received
+    ours = suite.Magi().spread(problem).received
     spread = Ulysses().spread(problem).received
     told = plan(problem.workload.slices, world.mesh).explain()
     return ours, spread, told.received_rows[world.rank], told.sent_rows[world.rank]
@@ -186,7 +187,7 @@ def run_refusals(group):
             which,
             made().supports(problem, SMALL.case("ranks", "causal", 256, which=which)),
         )
-        for made in contenders.CONTENDERS
+        for made in CONTENDERS
         for which in ("fwd", "fwdbwd")
     ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from magi_bench.cli import main
-from magi_bench.report.markdown import to_markdown
+from magi_bench.report.pages import to_markdown
 from magi_bench.results import rows
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

@@ -1,26 +1,23 @@
 """`magi-bench step`: every row or a reason, the gate, ratios, counts, on tiny sizes of a CPU."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from magi_bench import clock, runner
+from magi_bench import clock, runner, step
+from magi_bench.arguments import Settings
 from magi_bench.cli import main
 from magi_bench.clock import Ready, Rounds, in_turns
+from magi_bench.contenders.base import with_own_code
 from magi_bench.gate import STEP_RESULTS
-from magi_bench.own_code import with_own_code
 from magi_bench.report import tables
 from magi_bench.results import rows as files
-from magi_bench.settings import Settings
-from magi_bench.step import contenders, suite
-from magi_bench.step.problem import Problem
-from magi_bench.step.suite import GROUPS, WAYS, Step
-from magi_bench.training import build, checked_parameters
+from magi_bench.step import GROUPS, WAYS, Problem, Step
 from magi_bench.workloads.lengths import SHORT, sample
-from magi_bench.workloads.llama import Llama, Shape, causal_within
+from magi_bench.workloads.llama import Llama, Shape, build, causal_within, checked_parameters
 from magi_compile._compat import num_compiled_graphs
 from tests.bench.flat import flat, rows_of
 
@@ -33,7 +30,6 @@ SMALL = Settings(
     rounds=Rounds(2, 1.0),
     seed=3,
 )
-BY_NAME = {way.name: way for way in WAYS}
 
 
 def case_of(name, tokens, which, layers=1):
@@ -41,7 +37,7 @@ def case_of(name, tokens, which, layers=1):
 
 
 def problem_of(tokens):
-    return Problem(SMALL, tokens, BY_NAME)
+    return Problem(SMALL, tokens)
 
 
 def measured(tmp_path, *arguments):
@@ -79,7 +75,7 @@ def test_every_way_to_call_attention_has_a_time_or_a_reason(tmp_path):
     for words in ("no backward on a CPU", "CUDA graphs need a GPU", "runs on cuda, not on cpu"):
         assert words in text
     for name in names:
-        assert f"| {BY_NAME[name].label} | 1K |" in text
+        assert f"| {WAYS[name].label} | 1K |" in text
 
 
 @pytest.mark.slow
@@ -100,16 +96,16 @@ def test_layers_and_training_have_a_time_or_a_reason(tmp_path):
 
 
 def test_all_rows_are_planned_in_all_groups():
-    every = replace(SMALL, tokens=(64,), layers=(2, 16), rows=tuple(BY_NAME))
+    every = replace(SMALL, tokens=(64,), layers=(2, 16), rows=tuple(WAYS))
     planned = list(Step(every).cases())
-    assert {BY_NAME[case.mask].group for case in planned} == set(GROUPS)
-    depths = {case.layers for case in planned if BY_NAME[case.mask].group == "layers"}
+    assert {WAYS[case.mask].group for case in planned} == set(GROUPS)
+    depths = {case.layers for case in planned if WAYS[case.mask].group == "layers"}
     assert depths == {2, 16}
     assert len(planned) == 2 * (len(WAYS) + 2)
     assert len({case.key for case in planned}) == len(planned)
 
 
-class TooLarge(contenders.MagiEager):
+class TooLarge(step.MagiEager):
     name = "too-large"
     is_ours = False
 
@@ -122,7 +118,7 @@ class WrongGradient(TooLarge):
     name = "wrong-gradient"
 
     def prepare(self, problem, case):
-        ready = contenders.MagiEager.prepare(self, problem, case)
+        ready = step.MagiEager.prepare(self, problem, case)
 
         def call():
             out, *gradients = ready.call()
@@ -139,8 +135,8 @@ class Raises(TooLarge):
 
 
 def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
-    taking_part = (contenders.MagiEager, TooLarge, WrongGradient, Raises)
-    monkeypatch.setattr(suite, "CONTENDERS", taking_part)
+    taking_part = (step.MagiEager, TooLarge, WrongGradient, Raises)
+    monkeypatch.setattr(step, "CONTENDERS", taking_part)
     found = {(row["contender"], row["pass"]): row for row in execute()}
     assert {key: row["status"] for key, row in found.items()} == {
         ("magi-eager", "fwd"): "ok",
@@ -160,7 +156,7 @@ def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
 
 
 def test_a_model_of_another_mask_is_caught():
-    problem, contender = problem_of(2048), contenders.Magi()
+    problem, contender = problem_of(2048), step.Magi()
     case = case_of("training_outside", 2048, "fwdbwd", layers=2)
     model = contender._model = build(SMALL, 2, "cpu")
     tokens, targets, document, documents = problem.pack(0)
@@ -177,14 +173,14 @@ def test_a_model_of_another_mask_is_caught():
 
 def test_where_ours_stays_on_flex_attention_it_is_not_timed(monkeypatch):
     """Also in cases behind, whose graph is compiled."""
-    monkeypatch.setattr(suite, "CONTENDERS", (contenders.MagiEager,))
-    decisions, prepare = [], contenders.MagiEager.prepare
+    monkeypatch.setattr(step, "CONTENDERS", (step.MagiEager,))
+    decisions, prepare = [], step.MagiEager.prepare
 
     def kept(self, problem, case):
         decisions.extend([SimpleNamespace(kernel=None, reasons=("a reason",))] * (not decisions))
         return prepare(self, problem, case)
 
-    monkeypatch.setattr(contenders.MagiEager, "prepare", kept)
+    monkeypatch.setattr(step.MagiEager, "prepare", kept)
     report = SimpleNamespace(decisions=decisions)
     monkeypatch.setattr(runner, "lowering_report", lambda: report)
     rows = execute()
@@ -195,7 +191,7 @@ def test_where_ours_stays_on_flex_attention_it_is_not_timed(monkeypatch):
 
 
 def test_what_has_no_time_left_is_not_begun(monkeypatch):
-    monkeypatch.setattr(suite, "CONTENDERS", (contenders.MagiEager,))
+    monkeypatch.setattr(step, "CONTENDERS", (step.MagiEager,))
     rows = execute(replace(SMALL, seconds=1e-9))
     assert [row["status"] for row in rows] == ["timeout"] * 2
     assert rows[0]["reason"] == "not begun: no time left of 1e-09 s"
@@ -205,7 +201,7 @@ def timed(name, ms, **more):
     row = {"contender": name, "label": name.upper(), "is_ours": name == "ours", "status": "ok"}
     times = {"ms": ms, "layer_ms": ms / 4, "recompiles": 0}
     case = case_of("layers_outside", 2048, "fwd", layers=4)
-    place = {"run": "1", "key": name, "case": case.to_json(), "group": "Layers", "what": "W"}
+    place = {"run": "1", "key": name, "case": asdict(case), "group": "Layers", "what": "W"}
     return row | place | {"passes": {"fwd": times}} | more
 
 
@@ -299,7 +295,7 @@ def test_kernels_and_launches_are_told_apart():
 
 def test_new_layouts_are_new_in_every_call_and_equal_for_all():
     problem = problem_of(4096)
-    masks, others = (contenders.Masks(problem, BY_NAME["new_layout"]) for _ in range(2))
+    masks, others = (step.masks_of(problem, WAYS["new_layout"]) for _ in range(2))
     drawn = []
     for calls in (1, 2):
         for one in (masks, others):
@@ -315,7 +311,7 @@ def test_new_layouts_are_new_in_every_call_and_equal_for_all():
 def test_rows_of_one_layout_keep_their_mask():
     problem = problem_of(256)
     for name in ("outside", "inside"):
-        masks = contenders.Masks(problem, BY_NAME[name])
+        masks = step.masks_of(problem, WAYS[name])
         masks.renew(1)
         first = masks.next()
         masks.renew(5)

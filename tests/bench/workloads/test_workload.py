@@ -1,7 +1,7 @@
 """Cells, lengths, workloads and what is derived from their slices, against dense masks."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from magi_bench.contenders.cudnn_flex import endpoints
 from magi_bench.masks import to_text
 from magi_bench.workloads import block_masks, derive, lengths
 from magi_bench.workloads.workload import MASKS, SPARSE_MASKS, build
+from magi_compile.kernels.fa4.intervals import lists_of
 from magi_compile.masks.slices import AttnSlices
 
 SEQLEN = 520
@@ -92,27 +93,22 @@ def test_windows(slices, window):
 @pytest.mark.parametrize(
     ("slices", "documents"),
     [
-        (AttnSlices.from_cu_seqlens([0, 4, 9]), ([0, 4, 9], False)),
-        (AttnSlices.from_cu_seqlens([0, 4, 5, 9], causal=True), ([0, 4, 5, 9], True)),
-        (AttnSlices.causal(9), ([0, 9], True)),
-        (AttnSlices.sliding_window(9, None, (3, 0)), None),
+        (AttnSlices.from_cu_seqlens([0, 4, 9]), ([0, 4, 9], 5, None, None)),
+        (AttnSlices.from_cu_seqlens([0, 4, 5, 9], causal=True), ([0, 4, 5, 9], 4, None, 0)),
     ],
 )
 def test_documents(slices, documents):
-    assert derive.documents_of(slices) == documents
-
-
-def test_longest_document():
-    assert derive.Documents([0, 4, 5, 9], True).longest == 4
+    found = derive.packing_of(slices)
+    assert (found.cu_seqlens.tolist(), *found[1:]) == documents
 
 
 def test_block_lists():
     listed = torch.tensor([[False, True, True], [True, False, False]])
-    count, index = derive.block_lists(listed)
+    count, index = lists_of(listed)
     assert count.tolist() == [2, 1]
     assert index[0, :2].tolist() == [1, 2]
     assert index[1, :1].tolist() == [0]
-    transposed = derive.block_lists(listed.mT)
+    transposed = lists_of(listed.mT)
     assert [x.tolist() for x in transposed] == [[1, 1, 1], [[1, 0], [0, 1], [0, 1]]]
     assert all(x.is_contiguous() for x in transposed)
 
@@ -180,7 +176,7 @@ def test_inputs_are_the_same_for_everybody():
 
 def test_cells_by_key():
     case = make_cell("uniform_blocks")
-    assert Case.from_json(case.to_json()) == case
+    assert Case(**asdict(case)) == case
     assert case.key == "sparse/uniform_blocks/b64/p0.3/seeds/s520/4:2/d16/float32/seed42"
     assert case.key != replace(case, density=0.5).key
 

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from magi_bench.cases import Case
 from magi_bench.clock import Ready
 from magi_bench.contenders.base import Attend
-from magi_bench.contenders.flex import make_block_mask
+from magi_bench.contenders.flex import make_block_mask, no_backward
 from magi_bench.ranks import base
-from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.base import Problem
 from magi_bench.ranks.strategies import placement
 from magi_bench.ranks.strategies.attention import (
     GatherAttention,
@@ -24,9 +24,10 @@ from magi_bench.ranks.strategies.attention import (
     RingPlan,
     across_heads,
 )
-from magi_bench.ranks.strategies.kernels import LocalKernel, local_kernel, steps_of
+from magi_bench.ranks.strategies.kernels import LocalKernel, steps_of
 from magi_bench.ranks.strategies.schedule import Group, best_schedule
-from magi_bench.ranks.strategies.transport import Ring, Rings, group_of, lane, without_moves
+from magi_bench.ranks.strategies.transport import Ring, Rings, group_of, without_moves
+from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.world import World
 from magi_compile.kernels.select import problem_on
 from magi_compile.masks.slices import AttnSlices
@@ -72,7 +73,7 @@ class Strategy(base.RanksContender):
         sizes = (*heads, settings.head_dim, settings.head_dim)
         dtype = getattr(torch, settings.dtype)
         asked = problem_on(problem.world.device, dtype, sizes, settings.head_dim**-0.5)
-        kernel = local_kernel(self.local_kernel, asked)
+        kernel = LOCAL_KERNELS[self.local_kernel](asked)
         if missing := kernel.missing():
             raise ImportError(f"local kernel {self.local_kernel}: {missing}")
         return kernel
@@ -217,7 +218,8 @@ def rings_of(mesh: Mesh, world: World) -> tuple[Ring, ...]:
 
 def lanes_of(world: World, name: str) -> list[ProcessGroup]:
     """The lanes of keys and of gradients in rings of this name; all ranks ask for them together."""
-    return [lane(world, f"{kind} of {name}") for kind in ("keys", "gradients")]
+    everyone = [range(world.size)]
+    return [group_of(world, everyone, f"{kind} of {name}") for kind in ("keys", "gradients")]
 
 
 def heads_of(problem: Problem, ulysses: int) -> tuple[int, int]:
@@ -262,7 +264,7 @@ class UlyssesFlex(Ulysses):
     has_local_kernel = False
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        return [*self.mesh_refusals(problem), *base.flex_refusals(problem.world, case)]
+        return [*self.mesh_refusals(problem), *no_backward(case, problem.world.kind)]
 
     def alone(self, problem: Problem, ulysses: int) -> Attend:
         block_mask = make_block_mask(problem.workload, problem.world.device)

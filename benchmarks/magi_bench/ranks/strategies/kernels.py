@@ -7,7 +7,6 @@ so that its gradients are exact parts of the whole.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -26,14 +25,6 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.select import select
 from magi_compile.masks.slices import AttnSlices
-
-#: Local kernels, "module:class" by the names of `--local-kernel`.
-LOCAL_KERNELS = {
-    "ours": "magi_bench.ranks.strategies.kernels:Ours",
-    "flash-attn-4": "magi_bench.ranks.strategies.varlen:FlashAttention4",
-    "cudnn": "magi_bench.ranks.strategies.varlen:Cudnn",
-    "fa2": "magi_bench.ranks.strategies.varlen:FlashAttention2",
-}
 
 
 class Piece(NamedTuple):
@@ -114,13 +105,6 @@ def bounds(ranges: Tensor, total: int) -> slice:
     return slice(0, total) if total - (end - begin) < FEW * total else slice(begin, end)
 
 
-def local_kernel(name: str, problem: AttnProblem) -> LocalKernel:
-    """The kernel of a name of `LOCAL_KERNELS`."""
-    module, _, kernel = LOCAL_KERNELS[name].partition(":")
-    made: LocalKernel = getattr(importlib.import_module(module), kernel)(problem)
-    return made
-
-
 @dataclass
 class Step:
     """Attention of all rows of a rank over the keys of one owner, as one of several steps."""
@@ -153,9 +137,11 @@ class Step:
             so_far.out[rows], so_far.lse[:, rows] = part
         return so_far
 
-    def backward(self, dout: Tensor, saved: Saved, dq: Tensor | None) -> Gradients:
+    def backward(
+        self, dout: Tensor, saved: Saved, dq: Tensor | None
+    ) -> tuple[Tensor | None, list[Share]]:
         """The gradient of q with this step's share, and this step's shares of those of k and v. `saved` has the keys
-        of this step, and out and lse over the keys of all; dq the shares of other steps, in fp32 or wider."""
+        of this step, and out and lse over the keys of all; dq the shares of other steps, in fp32 or wider, or None."""
         q, k, v, out, lse = saved
         dtype = q.dtype if self.is_only else torch.promote_types(q.dtype, torch.float32)
         shares = []
@@ -164,7 +150,7 @@ class Step:
             grads = self.kernel.backward(dout[rows], part, prepared)
             dq = added(dq, grads.dq, rows, self.num_rows, dtype)
             shares.append(Share(keys, (grads.dk, grads.dv)))
-        return Gradients(dq, shares)
+        return dq, shares
 
 
 class Share(NamedTuple):
@@ -172,13 +158,6 @@ class Share(NamedTuple):
 
     rows: slice
     gradients: tuple[Tensor, Tensor]
-
-
-class Gradients(NamedTuple):
-    """The gradient of q so far, None where nothing was seen, and what one step adds to those of k and v."""
-
-    dq: Tensor | None
-    shares: list[Share]
 
 
 def steps_of(kernel: LocalKernel, masks: Iterable[AttnSlices], device: torch.device) -> list[Step]:

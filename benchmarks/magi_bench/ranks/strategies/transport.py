@@ -174,15 +174,10 @@ def _passing(rings: Rings, window: int) -> int:
     return inner.rows[inner.place]
 
 
-def lane(world: World, name: str) -> dist.ProcessGroup:
-    """A group of all ranks for one sort of point-to-point moves, so that none waits behind another sort; made when a
-    name is first asked for, by all ranks together."""
-    return _connected(world.group, (tuple(range(world.size)),), name, world.device)
-
-
-def group_of(world: World, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """The group of this rank among `parts` of all ranks; made when they are first asked for, by all ranks together."""
-    return _connected(world.group, tuple(map(tuple, parts)), "", world.device)
+def group_of(world: World, parts: Sequence[Sequence[int]], name: str = "") -> dist.ProcessGroup:
+    """The group of this rank among `parts` of all ranks; made when first asked for, by all ranks together. Other names
+    are other lanes: no sort of moves waits behind another."""
+    return _connected(world.group, tuple(map(tuple, parts)), name, world.device)
 
 
 @cache

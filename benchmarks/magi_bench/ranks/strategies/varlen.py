@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import import_error
-from magi_bench.ranks.strategies.kernels import LocalKernel, Piece
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Saved
+from magi_bench.ranks.strategies.kernels import LocalKernel, Ours, Piece
+from magi_compile.kernels.base import BackwardOutput, ForwardOutput, Saved
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
@@ -40,6 +40,7 @@ class VarlenKernel(LocalKernel):
     """A kernel of another package, or of PyTorch."""
 
     is_square = False  # whether a causal segment must have as many keys as rows
+    _random: tuple[Tensor, ...] = ()  # of those of PyTorch, for dropout, of which there is none
     dtypes = (torch.bfloat16, torch.float16)
 
     def missing(self) -> str | None:
@@ -210,10 +211,6 @@ class FlashAttention4(VarlenKernel):
 class FlashAttention2(VarlenKernel):
     """PyTorch's copy of FlashAttention 2."""
 
-    def __init__(self, problem: AttnProblem):
-        super().__init__(problem)
-        self._random: tuple[Tensor, ...] = ()  # for dropout, of which there is none
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> ForwardOutput:
         scale = {"scale": self.problem.softmax_scale}
         arguments = (*_lengths(segments), 0.0, segments.causal, False)
@@ -235,10 +232,6 @@ class Cudnn(VarlenKernel):
     """PyTorch's cuDNN attention, a call for each segment: packed, it has no right gradients yet."""
 
     is_square = True
-
-    def __init__(self, problem: AttnProblem):
-        super().__init__(problem)
-        self._random: tuple[Tensor, ...] = ()  # for dropout, of which there is none
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> ForwardOutput:
         out, lse = torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
@@ -287,3 +280,12 @@ def _batched(x: Tensor) -> Tensor:
 
 def _packed(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
+
+
+#: Local kernels by the names of `--local-kernel`.
+LOCAL_KERNELS: dict[str, type[LocalKernel]] = {
+    "ours": Ours,
+    "flash-attn-4": FlashAttention4,
+    "cudnn": Cudnn,
+    "fa2": FlashAttention2,
+}

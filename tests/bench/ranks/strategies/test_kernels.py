@@ -4,14 +4,12 @@ import pytest
 import torch
 
 from magi_bench.ranks.strategies.kernels import (
-    LOCAL_KERNELS,
     Ours,
-    local_kernel,
     steps_of,
     sums_of,
 )
 from magi_bench.ranks.strategies.placement import between, count, positions, spans_of, zigzag
-from magi_bench.ranks.strategies.varlen import FlashAttention2, FlashAttention4
+from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS, FlashAttention2, FlashAttention4
 from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.reference import exact_backward, exact_forward
 from magi_compile.kernels.select import problem_on
@@ -116,7 +114,7 @@ def test_windows_are_refused():
 
 @pytest.mark.parametrize("name", [x for x in LOCAL_KERNELS if x != "ours"])
 def test_packages_say_what_is_missing(name):
-    assert local_kernel(name, PROBLEM).missing() == "runs on a GPU, not on cpu"
+    assert LOCAL_KERNELS[name](PROBLEM).missing() == "runs on a GPU, not on cpu"
 
 
 def test_packages_that_are_not_installed():

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from magi_bench.arguments import Settings
 from magi_bench.clock import Rounds
 from magi_bench.gate import exact_and_plain
-from magi_bench.ranks.problem import Problem
+from magi_bench.ranks.base import Problem
 from magi_bench.ranks.strategies import transport
 from magi_bench.ranks.strategies.attention import RingAttention
 from magi_bench.ranks.strategies.contenders import (
@@ -23,19 +24,19 @@ from magi_bench.ranks.strategies.contenders import (
     ring_plan,
     rings_of,
 )
-from magi_bench.ranks.strategies.kernels import LOCAL_KERNELS
 from magi_bench.ranks.strategies.placement import positions, zigzag
-from magi_bench.settings import Settings
+from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.workloads import lengths
 from magi_bench.world import World
 from magi_compile.kernels.reference import exact_forward
+from tests.bench.ranks.strategies.plain import Plain
 from tests.bench.ranks.test_ranks import run_ranks
 
 MASKS = ("full", "causal", "document_full", "document_causal")
 #: With remainders that no number of chunks divides: 37 tokens a rank.
 TOKENS = 37
 SETTINGS = Settings("cpu", "float32", (TOKENS,), 8, 4, 16)
-PLAIN = {"plain": "tests.bench.ranks.strategies.plain:Plain"}
+PLAIN = {"plain": Plain}
 
 
 def documents(sampler, seqlen, seed):

@@ -1,15 +1,96 @@
-"""Masks that users of FlexAttention write, at any length that is a multiple of 128.
+"""Masks and scores that users of FlexAttention write, at any length that is a multiple of 128.
 
 What depends on rows and keys is written as models write it; no function here is written for what our compiler likes.
+What a model learns is fp32, as an optimizer keeps it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from magi_bench.mods.mod import BLOCK, MaskMod, Place
+from magi_bench.workloads import lengths
+from magi_bench.workloads.llama import document_of
+from magi_compile.kernels.fa4.intervals import lists_of
+
+#: Of queries and keys: those of a BlockMask.
+BLOCK = 128
+SAMPLER = "short"
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The sizes and the device that a mod is made for. Everything random is the same for equal places."""
+
+    seqlen: int  # queries, and keys
+    nheads: int  # of queries
+    device: str  # of all tensors
+    seed: int  # of documents, tables and biases
+
+    def generator(self) -> torch.Generator:
+        """On the CPU, so that all devices draw the same."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def chance(self, share: float, *sizes: int) -> Tensor:
+        """Bool of these sizes, on the CPU: a share of it is True."""
+        return torch.rand(sizes, generator=self.generator()) < share
+
+    def normal(self, *sizes: int, scale: float = 1.0) -> Tensor:
+        """fp32 of these sizes, on the device."""
+        return (torch.randn(sizes, generator=self.generator()) * scale).to(self.device)
+
+    def documents(self) -> Tensor:
+        """Int `[seqlen]` on the CPU: the document of each token, in order."""
+        return document_of(lengths.sample(SAMPLER, self.seqlen, self.seed))
+
+    def block_mask(self, mask_mod: MaskMod, is_by_head: bool = False) -> BlockMask:
+        """By PyTorch, in eager code."""
+        nheads, seqlen = self.nheads if is_by_head else None, self.seqlen
+        return create_block_mask(mask_mod, None, nheads, seqlen, seqlen, self.device, BLOCK)
+
+
+class Made(NamedTuple):
+    """A mod at a place."""
+
+    block_mask: Any  # of the mask, or its mask_mod; None shows everything
+    # makes the score_mod of the tensors of `learned`; None where there is none
+    score_mod_of: Callable[..., ScoreMod] | None = None
+    # fp32 tensors that the score_mod captures and whose gradients are wanted, by their names
+    learned: dict[str, Tensor] = {}  # noqa: RUF012  (never written to)
+
+    def score_mod(self, learned: Sequence[Tensor]) -> ScoreMod | None:
+        """With these in place of the tensors of `learned`."""
+        return self.score_mod_of(*learned) if self.score_mod_of else None
+
+
+@dataclass(frozen=True)
+class Mod:
+    """One entry of the catalogue, with the function that builds it: a mask_mod, a BlockMask, or `Made`."""
+
+    kind: str  # "mask" or "score"
+    of_place: Callable[[Place], Any]
+
+    def build(self, place: Place) -> Made:
+        """The mod at a place, with a BlockMask."""
+        result = self.of_place(place)
+        made = result if isinstance(result, Made) else Made(result)
+        if made.block_mask is None or isinstance(made.block_mask, BlockMask):
+            return made
+        return made._replace(block_mask=place.block_mask(made.block_mask))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The fields of a row that describe it."""
+        return {"about": (self.of_place.__doc__ or "").strip().split("\n")[0], "of": self.kind}
+
 
 KERNEL = 13  # of a neighbourhood, in pixels along each side
 TILE = 8  # of a canvas, in pixels along each side
@@ -248,10 +329,7 @@ def _listed(place: Place, nheads: int) -> BlockMask:
     """Lists of a quarter of all blocks, without a mask_mod."""
     count = place.seqlen // BLOCK
     is_listed = place.chance(0.25, 1, nheads, count, count) | torch.eye(count, dtype=torch.bool)
-    counts = is_listed.sum(-1, dtype=torch.int32)
-    # A stable sort puts the listed blocks in front and leaves them in order.
-    indices = (~is_listed).int().argsort(stable=True).int()
-    return BlockMask.from_kv_blocks(counts.to(place.device), indices.to(place.device))
+    return BlockMask.from_kv_blocks(*lists_of(is_listed.to(place.device)))
 
 
 def block_lists(place: Place) -> BlockMask:
@@ -290,4 +368,88 @@ MASKS = (
     variable_blocks,
     block_lists,
     block_lists_by_head,
+)
+
+
+BUCKETS, FARTHEST = 32, 128  # of T5, in one direction
+ROPE_DIM = 16
+DOCUMENTS = 8
+
+
+def alibi(place: Place) -> Made:
+    """Minus the distance, times a slope of the head; causal."""
+    numbers = torch.arange(1, place.nheads + 1, device=place.device)
+    slopes = torch.exp2(-8.0 * numbers / place.nheads)
+    return Made(causal(place), lambda: lambda s, b, h, q, kv: s - slopes[h] * (q - kv))
+
+
+def relative_bias(place: Place) -> Made:
+    """A learned bias of each head and distance; everything is visible."""
+    last = place.seqlen - 1
+    bias = place.normal(place.nheads, 2 * last + 1)
+    return Made(None, lambda x: lambda s, b, h, q, kv: s + x[h, q - kv + last], {"bias": bias})
+
+
+def t5_buckets(place: Place) -> Made:
+    """A learned bias of each head and bucket of distances, wider the further away; documents, causal.
+
+    Distances are counted from a half, so that none lies on the edge of a bucket, where the last bit of a logarithm
+    decides.
+    """
+    near = BUCKETS // 2
+    wide = near / math.log(FARTHEST / near)
+
+    def of(table: Tensor) -> ScoreMod:
+        def score_mod(score, b, h, q, kv):
+            distance = (q - kv).clamp(min=0)
+            far = near + (torch.log((distance + 0.5) / near) * wide).to(torch.int32)
+            bucket = torch.where(distance < near, distance, far.clamp(max=BUCKETS - 1))
+            return score + table[bucket, h]
+
+        return score_mod
+
+    return Made(documents(place), of, {"table": place.normal(BUCKETS, place.nheads)})
+
+
+def tanh_softcap(place: Place) -> Made:
+    """20 tanh(score / 20); causal."""
+    return Made(causal(place), lambda: lambda s, b, h, q, kv: 20 * torch.tanh(s / 20))
+
+
+def document_bias(place: Place) -> Made:
+    """A learned bias of each head and of the distance between two of eight documents; causal."""
+    document = torch.arange(place.seqlen, device=place.device) * DOCUMENTS // place.seqlen
+
+    def of(bias: Tensor) -> ScoreMod:
+        return lambda s, b, h, q, kv: s + bias[h, (document[q] - document[kv]).abs()]
+
+    return Made(causal(place), of, {"bias": place.normal(place.nheads, DOCUMENTS)})
+
+
+def head_temperature(place: Place) -> Made:
+    """The score times a learned number of the head; causal."""
+    temperature = 1 + place.normal(place.nheads, scale=0.2)
+    learned = {"temperature": temperature}
+    return Made(causal(place), lambda x: lambda s, b, h, q, kv: s * x[h], learned)
+
+
+def latent_positions(place: Place) -> Made:
+    """Multi-head latent attention: the product of two vectors of positions is added; causal."""
+    of_keys = place.normal(place.seqlen, ROPE_DIM, scale=ROPE_DIM**-0.5)
+    of_queries = place.normal(place.nheads, place.seqlen, ROPE_DIM, scale=ROPE_DIM**-0.5)
+
+    def score_mod(score, b, h, q, kv):
+        return score + (of_queries[h, q] * of_keys[kv]).sum(-1)
+
+    return Made(causal(place), lambda: score_mod)
+
+
+SCORES = (
+    alibi,
+    relative_bias,
+    t5_buckets,
+    tanh_softcap,
+    document_bias,
+    head_temperature,
+    latent_positions,
 )
