@@ -6,7 +6,6 @@ chooses its interpreter for good when it is first imported.
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from magi_compile import AttnSlices
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
@@ -28,22 +27,11 @@ from tests.score.score_mods import (
     qkv,
     scattered,
 )
+from tests.support.triton_interpreter import _interpreter  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}
-
-
-@pytest.fixture(autouse=True)
-def _scalars_are_indices(monkeypatch):
-    """Triton 3.6 calls int() on arrays of one element, which numpy 2.4 refuses."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
 
 
 def slices_of(mask_mod):
