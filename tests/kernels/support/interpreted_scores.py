@@ -22,9 +22,12 @@ from tests.score.score_mods import (
     HEADS,
     HEADS_KV,
     SEQLEN,
+    alibi,
     assert_as_good_as_plain,
     causal,
+    dense,
     qkv,
+    results,
     scattered,
 )
 from tests.support.triton_interpreter import _interpreter  # noqa: F401
@@ -111,10 +114,15 @@ def test_bit_blocks():
 
 
 def test_heads_as_batch_entries():
-    """Each head of queries an entry of its own, `[batch * heads * seqlen, 1, dim]`, gives what heads give."""
-    case, (q, k, v) = BY_NAME["alibi"], (x.detach() for x in qkv())
-    (expected, expected_lse, *grads), *_ = run(case, slices_of(causal))
-    program, tables = trace_score_program(case.make(*case.tensors()), CPU)
+    """Heads of queries as entries, `[batch * heads * seqlen, 1, dim]`, give what dense attention gives."""
+    tensors, captures = qkv(), BY_NAME["alibi"].tensors()
+    score_mod, grid = alibi(*captures), torch.arange(SEQLEN)
+    visible = causal(None, None, grid[:, None], grid)
+    expected, expected_lse, *grads = results(
+        lambda *qkv: dense(*qkv, score_mod, visible), tensors, captures
+    )
+    q, k, v = (x.detach() for x in tensors)
+    program, tables = trace_score_program(score_mod, CPU)
     score = ScoreCall(program, [x.detach() for x in tables], [], SEQLEN, SEQLEN, HEADS)
     rows = [
         (entry * SEQLEN, entry // (HEADS // HEADS_KV) * SEQLEN) for entry in range(BATCH * HEADS)
