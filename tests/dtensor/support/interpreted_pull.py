@@ -10,7 +10,7 @@ import torch
 from magi_compile.dtensor.transport.native import pull_triton
 from magi_compile.dtensor.transport.native.pulls import Pulls
 from tests.dtensor.support.wanted import expected_buffer, home_rows, random_ranges, routes_of
-from tests.kernels.support.interpreted_triton import _scalars_are_indices  # noqa: F401
+from tests.support.triton_interpreter import _interpreter  # noqa: F401
 
 ROWS = 200
 

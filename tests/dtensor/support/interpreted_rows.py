@@ -11,8 +11,8 @@ from magi_compile.dtensor.transport import rows_triton
 from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.triton import merge as merge_triton
 from tests.dtensor.support.moves import check_moves, check_sums
-from tests.kernels.support.interpreted_triton import _scalars_are_indices  # noqa: F401
 from tests.kernels.support.partials import SHAPES, check_merge, check_sum
+from tests.support.triton_interpreter import _interpreter  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
 

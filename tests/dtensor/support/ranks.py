@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import tempfile
 import time
 import traceback
@@ -16,6 +17,13 @@ import torch.multiprocessing as mp
 TIMEOUT = datetime.timedelta(seconds=40)
 # Each group of gloo's has a thread that looks a hundred times a second for what has arrived, also when nobody uses it.
 MANY_GROUPS = 32
+# By tests, and by the first graph of a process: each rank would take two seconds for it.
+_IMPORTED = [
+    *("pytest", "magi_compile.dtensor.attention", "torch._dynamo.backends.inductor"),
+    *("torch._inductor.compile_fx", "torch.distributed.tensor.experimental._attention"),
+    *("magi_compile.lowering.backend", "magi_compile.kernels.sm90.kernel"),
+    *("torch.export._trace", "networkx"),
+]
 
 
 class Ranks:
@@ -31,7 +39,7 @@ class Ranks:
         self._directory = tempfile.TemporaryDirectory()
         # Workers are forks of one server, which has only imported what takes long to import.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["magi_compile.dtensor.attention", "torch._dynamo"])
+        context.set_forkserver_preload(_IMPORTED)
         self._pipes, self._processes = [], []
         self._num_groups = 1
         for rank in range(size):
@@ -117,6 +125,7 @@ class Ranks:
 def _serve(
     rank: int, size: int, backend: str, timeout: datetime.timedelta, store: str, pipe: Any
 ) -> None:
+    gc.freeze()  # what is imported stays until the end
     torch.set_num_threads(1)
     device = None
     if backend == "nccl":

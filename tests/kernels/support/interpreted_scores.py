@@ -6,7 +6,6 @@ chooses its interpreter for good when it is first imported.
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from magi_compile import AttnSlices
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
@@ -23,27 +22,19 @@ from tests.score.score_mods import (
     HEADS,
     HEADS_KV,
     SEQLEN,
+    alibi,
     assert_as_good_as_plain,
     causal,
+    dense,
     qkv,
+    results,
     scattered,
 )
+from tests.support.triton_interpreter import _interpreter  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}
-
-
-@pytest.fixture(autouse=True)
-def _scalars_are_indices(monkeypatch):
-    """Triton 3.6 calls int() on arrays of one element, which numpy 2.4 refuses."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
 
 
 def slices_of(mask_mod):
@@ -123,10 +114,15 @@ def test_bit_blocks():
 
 
 def test_heads_as_batch_entries():
-    """Each head of queries an entry of its own, `[batch * heads * seqlen, 1, dim]`, gives what heads give."""
-    case, (q, k, v) = BY_NAME["alibi"], (x.detach() for x in qkv())
-    (expected, expected_lse, *grads), *_ = run(case, slices_of(causal))
-    program, tables = trace_score_program(case.make(*case.tensors()), CPU)
+    """Heads of queries as entries, `[batch * heads * seqlen, 1, dim]`, give what dense attention gives."""
+    tensors, captures = qkv(), BY_NAME["alibi"].tensors()
+    score_mod, grid = alibi(*captures), torch.arange(SEQLEN)
+    visible = causal(None, None, grid[:, None], grid)
+    expected, expected_lse, *grads = results(
+        lambda *qkv: dense(*qkv, score_mod, visible), tensors, captures
+    )
+    q, k, v = (x.detach() for x in tensors)
+    program, tables = trace_score_program(score_mod, CPU)
     score = ScoreCall(program, [x.detach() for x in tables], [], SEQLEN, SEQLEN, HEADS)
     rows = [
         (entry * SEQLEN, entry // (HEADS // HEADS_KV) * SEQLEN) for entry in range(BATCH * HEADS)

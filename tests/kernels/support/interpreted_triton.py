@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from magi_compile.kernels.triton import TritonKernel
 from tests.kernels.support.bits import BIT_CASES, check_bits
@@ -16,6 +15,7 @@ from tests.kernels.support.max_scores import check_max_scores
 from tests.kernels.support.prior import check_prior
 from tests.support.cases import MASKS, HeadShape, padded, random_disjoint
 from tests.support.numerics import assert_attention_close, run_kernel
+from tests.support.triton_interpreter import _interpreter  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
 
@@ -29,18 +29,6 @@ CASES = [
     replace(MASK["causal_1x1"], heads=HeadShape(3, 1, 24, 40)),
     replace(MASK["causal_63x63"], heads=HeadShape(2, 2, 16, 16), softcap=5.0),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _scalars_are_indices(monkeypatch):
-    """Triton 3.6 calls int() on arrays of one element, which numpy 2.4 refuses."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
 
 
 def check(case, dtype, with_dlse):

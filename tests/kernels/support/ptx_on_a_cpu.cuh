@@ -216,6 +216,13 @@ inline bool go_on() {
     return is_left;
 }
 
+inline void swap_memory(unsigned char* x, char* y) {
+    static unsigned char kept[kMemoryBytes];
+    std::memcpy(kept, x, kMemoryBytes);
+    std::memcpy(x, y, kMemoryBytes);
+    std::memcpy(y, kept, kMemoryBytes);
+}
+
 // Runs kernel() in all threads of a grid, so many blocks side by side; `memory` is what the threads of each share.
 // False where threads wait for what never comes.
 // Clusters are of one block or of two, which begin together.
@@ -255,9 +262,9 @@ bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once,
         }
         block = &resident.front();
         blockIdx = block->index;
-        std::swap_ranges(block->memory.begin(), block->memory.end(), reinterpret_cast<char*>(memory));
+        swap_memory(memory, block->memory.data());
         const bool is_left = go_on();
-        std::swap_ranges(block->memory.begin(), block->memory.end(), reinterpret_cast<char*>(memory));
+        swap_memory(memory, block->memory.data());
         if (is_left) {
             resident.splice(resident.end(), resident, resident.begin());
         } else {
@@ -753,25 +760,37 @@ constexpr uint32_t plain_descriptor_high(uint32_t stride_bytes) { return stride_
 
 enum class Major { K = 0, MN = 1 };
 
-// The value `along` places along a row of 128 bytes, in the row `across`; rows longer than that go on in another slab.
-inline float operand(uint32_t descriptor, int across, int along) {
-    const uint32_t begin = (descriptor & 0x3FFF) << 4, slab_bytes = descriptor >> 16 << 4;
-    const uint32_t address = begin + along / 64 * slab_bytes + across * kRowBytes + along % 64 * 2;
-    uint16_t bits;
-    std::memcpy(&bits, shared(swizzled(address)), 2);
-    return widened(bits);
-}
-
-template <Major kMajor, uint32_t kHigh = kDescriptorHigh>
-float operand(uint32_t descriptor, int outer, int k) {
+// The 16 terms of a row or column `outer`, or of two, of which the first is even.
+template <Major kMajor, int kCount, uint32_t kHigh = kDescriptorHigh>
+void operands(float (&values)[kCount][16], uint32_t descriptor, int outer) {
+    const uint32_t begin = (descriptor & 0x3FFF) << 4, stride = descriptor >> 16 << 4;
+    uint16_t bits[8];
     if (kHigh != kDescriptorHigh) {   // matrices of 8 x 16 bytes, with a stride along the terms and one across them
-        const uint32_t begin = (descriptor & 0x3FFF) << 4, term_bytes = descriptor >> 16 << 4;
-        const int row = (kMajor == Major::K ? outer : k) % 8, col = (kMajor == Major::K ? k : outer) % 8;
-        uint16_t bits;
-        std::memcpy(&bits, shared(begin + outer / 8 * (kHigh << 4) + k / 8 * term_bytes + row * 16 + col * 2), 2);
-        return widened(bits);
+        for (int i = 0; i < kCount; ++i, ++outer) {
+            for (int k = 0; k < 16; ++k) {
+                const int row = (kMajor == Major::K ? outer : k) % 8, col = (kMajor == Major::K ? k : outer) % 8;
+                std::memcpy(bits, shared(begin + outer / 8 * (kHigh << 4) + k / 8 * stride + row * 16 + col * 2), 2);
+                values[i][k] = widened(bits[0]);
+            }
+        }
+    } else if (kMajor == Major::K) {   // side by side in a row of 128 bytes
+        for (int i = 0; i < kCount; ++i) {
+            for (int half = 0; half < 2; ++half) {
+                std::memcpy(bits, shared(swizzled(begin + (outer + i) * kRowBytes + half * 16)), 16);
+                for (int k = 0; k < 8; ++k) {
+                    values[i][half * 8 + k] = widened(bits[k]);
+                }
+            }
+        }
+    } else {   // each in a row of its own; rows longer than 128 bytes go on in another slab
+        for (int k = 0; k < 16; ++k) {
+            std::memcpy(bits, shared(swizzled(begin + outer / 64 * stride + outer % 64 * 2 + k * kRowBytes)),
+                        kCount * 2);
+            for (int i = 0; i < kCount; ++i) {
+                values[i][k] = widened(bits[i]);
+            }
+        }
     }
-    return kMajor == Major::K ? operand(descriptor, outer, k) : operand(descriptor, k, outer);
 }
 
 template <class Element, int kN>
@@ -779,16 +798,19 @@ struct Wgmma {
     // Of this thread: rows lane / 4 and 8 further of its warp, columns 2 * (lane % 4) and 1 further of every 8.
     template <Major kMajorB, uint32_t kHighB = kDescriptorHigh>
     static void multiply(float (&d)[kN / 2], const float (&a)[2][16], uint32_t b, bool accumulate) {
-        for (int i = 0; i < kN / 4; ++i) {
-            const int col = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2, at = i / 2 * 4 + i % 2;
-            float sums[2] = {accumulate ? d[at] : 0.f, accumulate ? d[at + 2] : 0.f};
-            for (int k = 0; k < 16; ++k) {
-                const float value = operand<kMajorB, kHighB>(b, col, k);
-                sums[0] += a[0][k] * value;
-                sums[1] += a[1][k] * value;
+        for (int at = 0; at < kN / 2; at += 4) {
+            float of_columns[2][16], sums[4] = {};
+            operands<kMajorB, 2, kHighB>(of_columns, b, at * 2 + threadIdx.x % 4 * 2);
+            for (int i = 0; i < 4 && accumulate; ++i) {
+                sums[i] = d[at + i];
             }
-            d[at] = sums[0];
-            d[at + 2] = sums[1];
+            for (int k = 0; k < 16; ++k) {
+                sums[0] += a[0][k] * of_columns[0][k];
+                sums[1] += a[0][k] * of_columns[1][k];
+                sums[2] += a[1][k] * of_columns[0][k];
+                sums[3] += a[1][k] * of_columns[1][k];
+            }
+            std::copy_n(sums, 4, &d[at]);
         }
     }
 
@@ -796,9 +818,10 @@ struct Wgmma {
     static void ss(float (&d)[kN / 2], uint32_t a, uint32_t b, int accumulate) {
         turns::thread->matmuls.open.push_back([=, &d] {
             const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-            float values[2][16];
-            for (int k = 0; k < 32; ++k) {
-                values[k / 16][k % 16] = operand<kMajorA, kHighA>(a, row + k / 16 * 8, k % 16);
+            float values[2][16], one[1][16];
+            for (int half = 0; half < 2; ++half) {
+                operands<kMajorA, 1, kHighA>(one, a, row + half * 8);
+                std::copy_n(one[0], 16, values[half]);
             }
             multiply<kMajorB, kHighB>(d, values, b, accumulate);
         });

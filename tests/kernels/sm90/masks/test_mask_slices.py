@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
@@ -41,24 +42,40 @@ class Case(NamedTuple):
 
 def library_cases():
     for name, lengths in (("short", [5, 1, 40, 17]), ("long", [300, 1, 2, 129, 200])):
-        for mask, make in library.MASKS.items():
-            options = {"window": 37, "block": 16, "tile": 7, "width": 4, "height": 3}
-            options = {k: v for k, v in options.items() if k in make.__kwdefaults__}
-            program, tables, _ = trace_mask_mod(make(lengths, **options).mask_mod)
-            total = sum(lengths)
-            yield f"{mask}-{name}", Case(program, tables, [], Sizes(1, total, total, 300))
+        for mask in library.MASKS:
+            yield f"{mask}-{name}", partial(library_case, mask, lengths)
+
+
+def library_case(mask, lengths):
+    make = library.MASKS[mask]
+    options = {"window": 37, "block": 16, "tile": 7, "width": 4, "height": 3}
+    options = {k: v for k, v in options.items() if k in make.__kwdefaults__}
+    program, tables, _ = trace_mask_mod(make(lengths, **options).mask_mod)
+    total = sum(lengths)
+    return Case(program, tables, [], Sizes(1, total, total, 300))
 
 
 def mask_mod_cases():
-    for name, make in MASK_MODS.items():
-        program, tables, _ = trace_mask_mod(make(2, 130, 97))
-        yield name, Case(program, tables, [], Sizes(2, 130, 97, 600))
+    for name in MASK_MODS:
+        yield name, partial(mask_mod_case, name)
+
+
+def mask_mod_case(name):
+    program, tables, _ = trace_mask_mod(MASK_MODS[name](2, 130, 97))
+    return Case(program, tables, [], Sizes(2, 130, 97, 600))
 
 
 def random_cases(by_head=False):
     """Masks whose data may break what they rely on."""
-    generator, found = random.Random(0), 0
-    while found < 20:
+    name = "of_heads" if by_head else "random"
+    for i in range(20):
+        yield f"{name}{i}", lambda i=i: random_masks(by_head)[i]
+
+
+@cache
+def random_masks(by_head):
+    generator, found = random.Random(0), []
+    while len(found) < 20:
         program = MaskProgram.parse(random_mask(generator, generator.randint(1, 5), by_head))
         sizes = Sizes(
             generator.randint(1, 2), generator.randint(1, 40), generator.randint(1, 40), 50
@@ -74,9 +91,8 @@ def random_cases(by_head=False):
             continue
         seed, heads = generator.randint(0, 9), sizes.heads.q if by_head else 0
         tables = tables_for(sizes.batch, max(sizes[1:3]), seed, heads)
-        name = "of_heads" if by_head else "random"
-        yield f"{name}{found}", Case(program, tables, [3], sizes)
-        found += 1
+        found.append(Case(program, tables, [3], sizes))
+    return found
 
 
 def cases_by_head():
@@ -103,17 +119,14 @@ def cases_by_head():
         ("a_gap", "(t0[h, kv] != 3) & (q >= kv)", [broken]),
         ("of_keys", "t0[t1[h, kv]] <= q", [ids[:20], of_heads * 2]),
     ):  # fmt: skip
-        yield f"by_head_{name}", Case(MaskProgram.parse(text), tables, [], sizes)
+        yield f"by_head_{name}", partial(parsed, text, tables, sizes)
 
 
 def table_cases():
     """Tables of every dtype, strided, looked up at computed places, and such that break promises."""
     ids = torch.tensor([0, 0, 1, 1, 1, 5])
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        yield (
-            f"{dtype}",
-            Case(MaskProgram.parse("t0[q] == t0[kv]"), [ids.to(dtype)], [], Sizes(2, 6, 6, 9)),
-        )
+        yield f"{dtype}", partial(parsed, "t0[q] == t0[kv]", [ids.to(dtype)], Sizes(2, 6, 6, 9))
     for number, (text, table) in enumerate(
         (
             ("t0[b, q] - 1 <= t0[b, kv]", torch.arange(24).view(3, 8)[::2, 1::1]),
@@ -150,12 +163,17 @@ def table_cases():
             ),
         )
     ):
-        yield f"table{number}", Case(MaskProgram.parse(text), [table], [], Sizes(2, 6, 6, 20))
+        yield f"table{number}", partial(parsed, text, [table], Sizes(2, 6, 6, 20))
     few = Sizes(1, 20, 20, 3)
-    yield "no_room", Case(MaskProgram.parse("(q % 2 == 0) & (q >= kv)"), [], [], few)
-    yield "symbols", Case(MaskProgram.parse("abs(q - kv) <= s1 * s0"), [], [3, -2], few)
+    yield "no_room", partial(parsed, "(q % 2 == 0) & (q >= kv)", [], few)
+    yield "symbols", partial(parsed, "abs(q - kv) <= s1 * s0", [], few, [3, -2])
 
 
+def parsed(text, tables, sizes, symbols=()):
+    return Case(MaskProgram.parse(text), tables, [*symbols], sizes)
+
+
+# Made when a test asks for them: workers that never do have their names alone.
 CASES = dict(
     (
         *library_cases(),
@@ -165,6 +183,13 @@ CASES = dict(
         *cases_by_head(),
     )
 )
+
+
+@cache
+def case_of(name: str) -> Case:
+    return CASES[name]()
+
+
 MAIN = """
 #include "masks/mask_slices.cuh"
 {masks}
@@ -188,8 +213,8 @@ def source_of(case):
 def run_on_host(tmp_path_factory):
     """The kernel's source behind a header that knows one thread, for all masks at once."""
     numbers: dict[str, int] = {}
-    for case in CASES.values():
-        source = source_of(case)
+    for name in CASES:
+        source = source_of(case_of(name))
         numbers.setdefault(source.text, len(numbers))
     masks = (text.replace("struct Mask ", f"struct Mask{i} ") for text, i in numbers.items())
     cases = (
@@ -269,15 +294,15 @@ def assert_same(case: Case, lists, intervals: RowIntervals | None = None):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_source_on_the_host(name, run_on_host, no_flags):
-    found = run_on_host(CASES[name])
-    assert_same(CASES[name], found.lists, found.intervals)
+    found = run_on_host(case_of(name))
+    assert_same(case_of(name), found.lists, found.intervals)
 
 
 @pytest.mark.parametrize(
     "name", ["halves", "prefix_lm_document", "packed_positions", "table0", "by_head_several"]
 )
 def test_compiles(name):
-    case = CASES[name]
+    case = case_of(name)
     source = source_of(case)
     cubin, log = nvrtc.run_nvrtc(mask_slices.mask_variant(source))
     assert cubin.startswith(b"\x7fELF")
@@ -344,7 +369,7 @@ def on_gpu(case: Case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_gpu(name):
-    assert_same(CASES[name], on_gpu(CASES[name]))
+    assert_same(case_of(name), on_gpu(case_of(name)))
 
 
 @pytest.mark.gpu
