@@ -13,7 +13,7 @@ from torch import Tensor
 from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.workloads import derive
 from magi_bench.workloads.workload import Inputs, Workload
-from magi_compile.kernels.fa4.intervals import lists_of
+from magi_compile.masks.evaluation.block_lists import counts_and_order
 
 
 class _Flash(torch.autograd.Function):
@@ -146,8 +146,8 @@ class FlashAttention4Blocks(Kernel):
 
         def lists(visible: Tensor) -> BlockSparseTensorsTorch:
             return BlockSparseTensorsTorch(
-                *lists_of(visible & is_partial),
-                *lists_of(visible & ~is_partial),
+                *counts_and_order(visible & is_partial),
+                *counts_and_order(visible & ~is_partial),
                 block_size=(self.BLOCK, self.BLOCK),
             )
 

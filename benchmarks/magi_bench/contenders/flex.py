@@ -19,7 +19,7 @@ from magi_bench.contenders.magi import causal, lists_of_heads
 from magi_bench.workloads.derive import block_areas
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import _compat
-from magi_compile.kernels.fa4.intervals import lists_of
+from magi_compile.masks.evaluation.block_lists import counts_and_order
 
 BLOCK = 128
 NO_BACKWARD = "FlexAttention has no backward on a CPU"
@@ -104,8 +104,8 @@ def make_block_mask(workload: Workload, device: torch.device, listed: int = BLOC
         areas = block_areas(workload.slices, BLOCK, device)[None]
     full = areas == BLOCK**2  # not the ragged blocks at the end, as in `create_block_mask`
     return BlockMask.from_kv_blocks(
-        *lists_of(((areas > 0) & ~full)[None]),
-        *lists_of(full[None]),
+        *counts_and_order(((areas > 0) & ~full)[None]),
+        *counts_and_order(full[None]),
         BLOCK_SIZE=BLOCK,
         mask_mod=workload.mask_mod,
         seq_lengths=(case.seqlen, case.seqlen),

@@ -11,8 +11,8 @@ from magi_bench.contenders.base import Attend, Kernel
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.fa4.intervals import lists_of
 from magi_compile.kernels.select import problem_on, refusals
+from magi_compile.masks.evaluation.block_lists import counts_and_order
 from magi_compile.masks.program.read import read_mask_mod
 
 
@@ -87,7 +87,7 @@ def lists_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:
     """The lists of all query heads, `[1, nheads_q, blocks]` and `[1, nheads_q, blocks, blocks]`."""
     blocks = workload.blocks
     visible = blocks.visible.to(device).repeat_interleave(blocks.group, 0)
-    return list(lists_of(visible[None]))
+    return list(counts_and_order(visible[None]))
 
 
 def table_of_heads(workload: Workload, device: torch.device) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.workloads.workload import Inputs, Workload
-from magi_compile.kernels.fa4.intervals import lists_of
+from magi_compile.masks.evaluation.block_lists import counts_and_order
 
 BLOCK = 64
 
@@ -51,7 +51,7 @@ class Vsa(Kernel):
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         from fastvideo_kernel.block_sparse_attn import block_sparse_attn_from_indices
 
-        count, index = lists_of(workload.blocks.visible.to(inputs.q.device)[None])
+        count, index = counts_and_order(workload.blocks.visible.to(inputs.q.device)[None])
         sizes = torch.full((index.shape[-1],), BLOCK, dtype=torch.int32, device=inputs.q.device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

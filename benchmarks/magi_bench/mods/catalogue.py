@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from magi_bench.workloads import lengths
 from magi_bench.workloads.llama import document_of
-from magi_compile.kernels.fa4.intervals import lists_of
+from magi_compile.masks.evaluation.block_lists import counts_and_order
 
 #: Of queries and keys: those of a BlockMask.
 BLOCK = 128
@@ -329,7 +329,7 @@ def _listed(place: Place, nheads: int) -> BlockMask:
     """Lists of a quarter of all blocks, without a mask_mod."""
     count = place.seqlen // BLOCK
     is_listed = place.chance(0.25, 1, nheads, count, count) | torch.eye(count, dtype=torch.bool)
-    return BlockMask.from_kv_blocks(*lists_of(is_listed.to(place.device)))
+    return BlockMask.from_kv_blocks(*counts_and_order(is_listed.to(place.device)))
 
 
 def block_lists(place: Place) -> BlockMask:

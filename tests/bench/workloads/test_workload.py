@@ -11,7 +11,7 @@ from magi_bench.contenders.cudnn_flex import endpoints
 from magi_bench.masks import to_text
 from magi_bench.workloads import block_masks, derive, lengths
 from magi_bench.workloads.workload import MASKS, SPARSE_MASKS, build
-from magi_compile.kernels.fa4.intervals import lists_of
+from magi_compile.masks.evaluation.block_lists import counts_and_order
 from magi_compile.masks.slices import AttnSlices
 
 SEQLEN = 520
@@ -104,11 +104,11 @@ def test_documents(slices, documents):
 
 def test_block_lists():
     listed = torch.tensor([[False, True, True], [True, False, False]])
-    count, index = lists_of(listed)
+    count, index = counts_and_order(listed)
     assert count.tolist() == [2, 1]
     assert index[0, :2].tolist() == [1, 2]
     assert index[1, :1].tolist() == [0]
-    transposed = lists_of(listed.mT)
+    transposed = counts_and_order(listed.mT)
     assert [x.tolist() for x in transposed] == [[1, 1, 1], [[1, 0], [0, 1], [0, 1]]]
     assert all(x.is_contiguous() for x in transposed)
 
