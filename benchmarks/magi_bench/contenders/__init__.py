@@ -29,6 +29,7 @@ CONTENDERS: dict[str, str] = {
     "math": "sdpa:MathSdpa",
     "naive": "sdpa:Naive",
     "fa4-blocks": "flash_attention:FlashAttention4Blocks",
+    "cudnn-blocks": "cudnn_blocks:CudnnBlocks",
     "vsa": "vsa:Vsa",
     "vsa-triton": "vsa:VsaTriton",
 }

@@ -1,6 +1,9 @@
 """Contenders on the CPU: what they compute, what they refuse, how they are found."""
 
+import itertools
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +139,50 @@ def test_refusals():
         "has no grouped heads",
     ]
     assert against("fa4-blocks", sparse, "cuda") == ["takes uniform blocks of 128"]
+    assert against("cudnn-blocks", sparse, "cuda") == [
+        "takes uniform blocks of 64 or 128, visible as a whole",
+        "its backward has no grouped heads",
+    ]
+
+
+def listed_attention(q, k, v, lists):
+    """Dense attention to the blocks that `lists` of cuDNN name."""
+    count, index, size = (
+        lists[x] for x in ("q2k_block_nums", "q2k_block_index", "sparse_block_size")
+    )
+    seen = torch.zeros(*count.shape, k.shape[1] // size, dtype=torch.bool)
+    for at in itertools.product(*map(range, count.shape)):
+        seen[at][index[at][: count[at]].long()] = True
+    mask = seen.repeat_interleave(size, 2).repeat_interleave(size, 3)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask
+    )
+    return out.transpose(1, 2)
+
+
+def test_cudnn_is_given_block_lists(monkeypatch):
+    """Of the package there are two functions, of which neither can be differentiated."""
+
+    def forward(q, k, v, *, layout, allow_empty_block_nums, **lists):
+        assert (layout, allow_empty_block_nums) == ("bshd", False)
+        return {"o_tensor": listed_attention(q, k, v, lists), "lse_tensor": q.new_zeros(1)}
+
+    def backward(dout, q, k, v, out, lse, *, layout, **lists):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            grads = torch.autograd.grad(listed_attention(*leaves, lists), leaves, dout)
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), grads, strict=True))
+
+    package = SimpleNamespace(
+        block_sparse_attention_forward=forward, block_sparse_attention_backward=backward
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(block_sparse_attention=package))
+    monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", package)
+    contender = contenders.load("cudnn-blocks")
+    monkeypatch.setattr(type(contender), "devices", ("cpu",))
+    case = Case("sparse", "uniform_blocks", 512, 2, 2, 128, block=64, density=0.5)
+    assert refusals(contender, build(case), "cpu") == []
+    assert gated(contender, case)["gate"]["passed"]
 
 
 def test_memory_is_refused_before_it_is_taken():
