@@ -68,12 +68,9 @@ def group(is_new: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return bounds[:-1], bounds[1:] - 1
 
 
-def expand(counts: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """For `counts[i]` items of each i: `(i, number of the item within i)` of all items, in order.
-
-    Where `total`, their sum, is known, nothing waits for a device.
-    """
-    index = torch.repeat_interleave(counts, output_size=total)
+def expand(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """For `counts[i]` items of each i: `(i, number of the item within i)` of all items, in order."""
+    index = torch.repeat_interleave(counts)
     first = counts.cumsum(0) - counts
     return index, torch.arange(index.shape[0], device=counts.device) - pick(first, index)
 

@@ -88,7 +88,7 @@ class LocalRows:
     def staying(self) -> Tensor:
         ranges = self._ranges[self._own]
         if not self.num_own:
-            return ranges[:, 1]
+            return ranges[:0, 1]
         return rows.rows_of(ranges[:, 1], ranges[:, 3], self.num_own)
 
 
@@ -127,11 +127,12 @@ class _Cast:
     sms = SMS
 
     def __init__(self, tensors: Sequence[Tensor], order: Order, group: dist.ProcessGroup):
-        self._order = order
         packed = rows.gather(tensors, order.sends.travelling)
         self._exchange = Exchange(packed, order.sends.counts, order.recvs.counts, group)
         self._parts = rows.split(self._exchange.arriving, [x[:0] for x in tensors])
-        if order.arrives_in_place:
+        # Made on the stream of the call, while rows travel: whoever waits may be on another one.
+        self._places = None if order.arrives_in_place else order.recvs.travelling
+        if self._places is None:
             self.buffers = self._parts
         else:
             self.buffers = [x.new_empty(order.num_received, *x.shape[1:]) for x in tensors]
@@ -139,8 +140,8 @@ class _Cast:
 
     def wait(self) -> list[Tensor]:
         self._exchange.wait()
-        if not self._order.arrives_in_place:
-            rows.move(self._parts, None, self.buffers, self._order.recvs.travelling)
+        if self._places is not None:
+            rows.move(self._parts, None, self.buffers, self._places)
         return self.buffers
 
 
@@ -151,8 +152,9 @@ class _Reduce:
         self._exchange = Exchange(packed, order.recvs.counts, order.sends.counts, group)
 
     def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
+        sums = self._order.sums(len(outs[0]))  # made while rows travel
         arrived = rows.split(self._exchange.wait(), self._tensors)
-        self._order.sums(len(outs[0])).write(outs, prior, self._tensors, arrived)
+        sums.write(outs, prior, self._tensors, arrived)
 
 
 class _SideStream:

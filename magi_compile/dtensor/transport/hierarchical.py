@@ -74,6 +74,7 @@ class _RelayedCast:
     def __init__(self, tensors: Sequence[Tensor], legs: _Legs, group: dist.ProcessGroup):
         self._tensors, self._legs = tensors, legs
         first, second = legs.first, legs.second
+        self._places = second.recvs.travelling  # made on the stream of the call
         packed = rows.gather(tensors, first.sends.travelling)
         first_leg = Exchange(packed, first.sends.counts, first.recvs.counts, group)
         counts = (second.sends.counts, second.recvs.counts)
@@ -86,7 +87,7 @@ class _RelayedCast:
         legs, (first, second) = self._legs, self._second.wait()
         rows.move(rows.split(first, self._tensors), legs.kept, self.buffers, legs.kept_rows)
         of_others = rows.split(second, self._tensors)
-        rows.move(of_others, None, self.buffers, legs.second.recvs.travelling)
+        rows.move(of_others, None, self.buffers, self._places)
         return self.buffers
 
 
@@ -101,8 +102,9 @@ class _RelayedReduce:
         self._home = _Behind(back, pack, packed, *counts, group)
 
     def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
+        sums = self._legs.first.sums(len(outs[0]))  # made while rows travel
         arrived = rows.split(self._home.wait()[1], self._tensors)
-        self._legs.first.sums(len(outs[0])).write(outs, prior, self._tensors, arrived)
+        sums.write(outs, prior, self._tensors, arrived)
 
 
 # Not methods, which would keep what they belong to until Python looks for cycles.

@@ -48,14 +48,22 @@ class NativeCollective:
         orders = [route.derive(_CastOrder, group.rank(), group.size()) for route in routes]
         received = [route.num_received for route in routes]
         packed = first.new_empty(sum(received), sum(widths))
+        row_bytes = packed.shape[1] * packed.element_size()
+        # What a plan's first use makes is made before ranks meet: it may fail, and takes the GPU a while.
+        engines = [self._engine_of(order.pulls, row_bytes, window.stream) for order in orders]
+        own = [
+            (order.sends.staying, order.recvs.staying) if order.sends.num_own else None
+            for order in orders
+        ]
         met = window.meet(slot, current)
         parts = torch.split_with_sizes(packed, received)
-        for order, part in zip(orders, parts, strict=True):
-            self._pull(order.pulls, slot, [(0, part)], window.stream, met)
+        for order, engine, staying, part in zip(orders, engines, own, parts, strict=True):
+            _pull(order.pulls, slot, [(0, part)], engine, window.stream, met)
             done = window.end()
             buffers = rows.split(part, tensors, widths)
-            if order.sends.num_own:
-                rows.move(tensors, order.sends.staying, buffers, order.recvs.staying)
+            if staying is not None:
+                home_rows, buffer_rows = staying
+                rows.move(tensors, home_rows, buffers, buffer_rows)
             yield _WindowCast(buffers, window, done)
 
     def outbox(
@@ -81,9 +89,11 @@ class NativeCollective:
         arrived = [
             x.new_empty(num_rows, width) for x, width in zip(tensors, room.widths, strict=True)
         ]
+        row_bytes = sum(x.shape[1] * x.element_size() for x in arrived) // len(arrived)
+        engine = self._engine_of(order.pulls, row_bytes, window.stream)
         met = window.meet(slot, current)
         targets = [*zip(room.offsets, arrived, strict=True)]
-        self._pull(order.pulls, slot, targets, window.stream, met)
+        _pull(order.pulls, slot, targets, engine, window.stream, met)
         return _WindowReduce(tensors, arrived, order, window, window.end())
 
     def release(self, group: dist.ProcessGroup) -> None:
@@ -99,23 +109,28 @@ class NativeCollective:
             windows[purpose] = Window(group, device)
         return windows[purpose]
 
-    def _pull(
-        self,
-        pulls: Pulls,
-        slot: Slot,
-        targets: Targets,
-        stream: torch.cuda.Stream,
-        met: torch.cuda.Event,
-    ) -> None:
-        row_bytes = 0
-        for _, x in targets:
-            row_bytes += x.shape[1] * x.element_size()
-        engine = self._engine or pulls.engine(row_bytes // len(targets))
-        pulls.enqueue(slot, targets, engine, stream)
-        if engine == SMS:
-            # Both are ready from here on, and `stream` has priority. Attention that came first would take all SMs and
-            # keep these few out until it ends.
-            torch.cuda.current_stream(slot.memory.device).wait_event(met)
+    def _engine_of(self, pulls: Pulls, row_bytes: int, stream: torch.cuda.Stream) -> str:
+        """The engine for rows of so many bytes, on average, with its tables, which `stream` makes and reads."""
+        engine = self._engine or pulls.engine(row_bytes)
+        if engine == SMS and pulls.num_rows:
+            with torch.cuda.stream(stream):
+                _ = pulls.places
+        return engine
+
+
+def _pull(
+    pulls: Pulls,
+    slot: Slot,
+    targets: Targets,
+    engine: str,
+    stream: torch.cuda.Stream,
+    met: torch.cuda.Event,
+) -> None:
+    pulls.enqueue(slot, targets, engine, stream)
+    if engine == SMS:
+        # Both are ready from here on, and `stream` has priority. Attention that came first would take all SMs and keep
+        # these few out until it ends.
+        torch.cuda.current_stream(slot.memory.device).wait_event(met)
 
 
 class _WindowCast:
@@ -142,8 +157,9 @@ class _WindowReduce:
         self._window, self._done = window, done
 
     def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
+        sums = self._order.sums(len(outs[0]))  # made while rows travel
         self._window.wait(self._done, torch.cuda.current_stream(outs[0].device))
-        self._order.sums(len(outs[0])).write(outs, prior, self._tensors, self._arrived)
+        sums.write(outs, prior, self._tensors, self._arrived)
 
 
 def _publish(

@@ -43,6 +43,7 @@ class Pulls:
     def __init__(self, ranges: Sequence[Sequence[int]], rank: int, size: int, device: torch.device):
         self.device, self._rank, self._size = device, rank, size
         # Every rank begins with the one after it, so that no rank is read by all at once.
+        ranges = [x for x in ranges if x[3]]
         self._ranges_in_turn = sorted(ranges, key=lambda x: (x[0] - rank - 1) % size)
         self.num_rows = sum(count for *_, count in ranges)
         self._copies: dict[tuple[int, ...], _Copies] = {}

@@ -112,7 +112,7 @@ def early_tiles_variant() -> Variant:
 
 
 @lru_cache(maxsize=1024)
-def _lists_call(num_tiles: int, num_runs: int, remote_begin: int, device_index: int | None) -> Call:
+def _lists_call(num_tiles: int, num_runs: int, remote_begin: int, device_index: int) -> Call:
     """The call that cuts a walk of such sizes: of its tiles and runs it makes runs, the lists, and what it notes."""
     num_splits = min(num_tiles // TILES_OF_A_SPLIT + 1, num_tiles)
     num_sorted = 1 << max(num_tiles - 1, 0).bit_length()
