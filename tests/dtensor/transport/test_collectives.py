@@ -5,12 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from magi_compile.dtensor.transport import collectives
+from magi_compile.dtensor.transport.all_to_all import Order
 from magi_compile.dtensor.transport.collectives import (
     COLLECTIVES,
     Route,
     refuse_to_be_recorded,
     select,
 )
+from magi_compile.dtensor.transport.native.pulls import Pulls
 
 ROWS = 12
 CPU = torch.device("cpu")
@@ -157,3 +160,19 @@ def test_nothing_is_made_while_a_graph_is_captured(monkeypatch):
     refuse_to_be_recorded(torch.zeros(1))
     with pytest.raises(RuntimeError, match="run one warm-up step before the capture"):
         refuse_to_be_recorded(on_gpu)
+
+
+def test_tables_are_not_made_while_a_graph_is_captured(monkeypatch):
+    route = Route.of_peers(0, [[0, 1]] * 2, 3, CPU)
+    order, pulls = Order(route, 0), Pulls(route.host_recvs.tolist(), 0, 2, CPU)
+    made = Order(route, 0).sums(3)
+    assert made is not None
+    monkeypatch.setattr(collectives, "is_recorded", lambda device: True)
+    for ask in (
+        lambda: order.sends.travelling,
+        lambda: order.recvs.staying,
+        lambda: order.sums(3),
+        lambda: pulls.places,
+    ):
+        with pytest.raises(RuntimeError, match="run one warm-up step before the capture"):
+            ask()

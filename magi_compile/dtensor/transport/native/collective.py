@@ -50,20 +50,19 @@ class NativeCollective:
         packed = first.new_empty(sum(received), sum(widths))
         row_bytes = packed.shape[1] * packed.element_size()
         # What a plan's first use makes is made before ranks meet: it may fail, and takes the GPU a while.
-        engines = [self._engine_of(order.pulls, row_bytes, window.stream) for order in orders]
-        own = [
-            (order.sends.staying, order.recvs.staying) if order.sends.num_own else None
-            for order in orders
-        ]
+        engines = []
+        for order in orders:
+            engines.append(order.pulls.engine(row_bytes, self._engine, window.stream))
+            if order.sends.num_own:
+                _ = order.sends.staying, order.recvs.staying
         met = window.meet(slot, current)
         parts = torch.split_with_sizes(packed, received)
-        for order, engine, staying, part in zip(orders, engines, own, parts, strict=True):
+        for order, engine, part in zip(orders, engines, parts, strict=True):
             _pull(order.pulls, slot, [(0, part)], engine, window.stream, met)
             done = window.end()
             buffers = rows.split(part, tensors, widths)
-            if staying is not None:
-                home_rows, buffer_rows = staying
-                rows.move(tensors, home_rows, buffers, buffer_rows)
+            if order.sends.num_own:
+                rows.move(tensors, order.sends.staying, buffers, order.recvs.staying)
             yield _WindowCast(buffers, window, done)
 
     def outbox(
@@ -89,8 +88,10 @@ class NativeCollective:
         arrived = [
             x.new_empty(num_rows, width) for x, width in zip(tensors, room.widths, strict=True)
         ]
-        row_bytes = sum(x.shape[1] * x.element_size() for x in arrived) // len(arrived)
-        engine = self._engine_of(order.pulls, row_bytes, window.stream)
+        row_bytes = 0
+        for x in arrived:
+            row_bytes += x.shape[1] * x.element_size()
+        engine = order.pulls.engine(row_bytes // len(arrived), self._engine, window.stream)
         met = window.meet(slot, current)
         targets = [*zip(room.offsets, arrived, strict=True)]
         _pull(order.pulls, slot, targets, engine, window.stream, met)
@@ -108,14 +109,6 @@ class NativeCollective:
         if purpose not in windows:
             windows[purpose] = Window(group, device)
         return windows[purpose]
-
-    def _engine_of(self, pulls: Pulls, row_bytes: int, stream: torch.cuda.Stream) -> str:
-        """The engine for rows of so many bytes, on average, with its tables, which `stream` makes and reads."""
-        engine = self._engine or pulls.engine(row_bytes)
-        if engine == SMS and pulls.num_rows:
-            with torch.cuda.stream(stream):
-                _ = pulls.places
-        return engine
 
 
 def _pull(

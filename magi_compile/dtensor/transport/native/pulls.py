@@ -48,10 +48,17 @@ class Pulls:
         self.num_rows = sum(count for *_, count in ranges)
         self._copies: dict[tuple[int, ...], _Copies] = {}
 
-    def engine(self, row_bytes: int) -> str:
-        """The faster one for rows of this size, on average."""
+    def engine(
+        self, row_bytes: int, chosen: str | None = None, stream: torch.cuda.Stream | None = None
+    ) -> str:
+        """The faster one for rows of this size, on average, or the one that was `chosen`. If there is a `stream`, that
+        makes the table which it will read there."""
         is_long = self.num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._ranges_in_turn)
-        return COPY_ENGINE if is_long else SMS
+        engine = chosen or (COPY_ENGINE if is_long else SMS)
+        if engine == SMS and stream is not None and self.num_rows and "places" not in vars(self):
+            with torch.cuda.stream(stream):
+                _ = self.places
+        return engine
 
     def enqueue(self, slot: Slot, targets: Targets, engine: str, stream: torch.cuda.Stream) -> None:
         """Reads into `targets`."""
