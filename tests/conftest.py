@@ -42,6 +42,11 @@ def pytest_collection():
         gc.freeze()
 
 
+def pytest_unconfigure():
+    """A library that counts its objects at its end would miss frozen ones, and say so."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A half of the tests for each of two workers, and who is done takes from the other: neighbours share fixtures, and
