@@ -53,3 +53,8 @@ def padded_sizes(
     )
     num_runs = num_slices + crossings
     return PaddedSizes(num_regions, num_tiles, num_runs, max_overlap)
+
+
+def size_to_sort(count: int) -> int:
+    """The power of two from `count` up: as many keys does a kernel sort."""
+    return 1 << max(count - 1, 0).bit_length()

@@ -5,11 +5,10 @@
 // keys is a split then, and those with the most come first.
 #include "common/block.cuh"
 #include "common/tile_plan.cuh"
+#include "planner/cost.cuh"
 
 namespace ffa {
 
-constexpr int kBlockCost = FFA_BLOCK_COST;
-constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kThreads = 512;
 
 struct EarlyTilesParams {
@@ -38,7 +37,10 @@ public:
 
     __device__ void run() {
         for_each(params_.num_tiles, [&](int tile) { part(tile); });
-        for_each(params_.num_sorted - params_.num_tiles, [&](int i) { note(params_.num_tiles + i, 0); });
+        for_each(params_.num_sorted - params_.num_tiles, [&](int i) {
+            const int behind = params_.num_tiles + i;
+            params_.order[behind] = longest_first(0, behind);
+        });
         sort(params_.order, params_.num_sorted, [](unsigned long long a, unsigned long long b) { return a < b; });
         for_each(params_.num_splits, [&](int split) {
             const int tile = static_cast<int>(params_.order[split] & ~0u);
@@ -48,14 +50,13 @@ public:
             }
         });
         list([&](int tile) { return sees_remote(tile); },
-             [&](int place, int tile) {
-                 params_.remote_tiles[place] = listed(tile, sees_remote(tile), run_begin(tile), run_end(tile));
+             [&](int place, int tile, bool is_in) {
+                 params_.remote_tiles[place] = listed(tile, is_in, run_begin(tile), run_end(tile));
                  params_.remote_splits[place] = {params_.run_mid[tile], params_.split_of[tile]};
              });
         list([&](int tile) { return has_rows(tile) && !sees_remote(tile); },
-             [&](int place, int tile) {
-                 const bool is_local = has_rows(tile) && !sees_remote(tile);
-                 params_.local_tiles[place] = listed(tile, is_local, run_begin(tile), params_.run_mid[tile]);
+             [&](int place, int tile, bool is_in) {
+                 params_.local_tiles[place] = listed(tile, is_in, run_begin(tile), params_.run_mid[tile]);
              });
     }
 
@@ -78,19 +79,13 @@ private:
         return {is_in ? t.row_begin : t.row_end, t.row_end, begin, end};
     }
 
-    // The key by which a tile with local runs of this cost is a split; 0 for one that is none.
-    __device__ __forceinline__ void note(int tile, int cost) const {
-        params_.order[tile] =
-            static_cast<unsigned long long>(~static_cast<unsigned>(cost)) << 32 | static_cast<unsigned>(tile);
-    }
-
     __device__ void part(int tile) const {
         int next = run_begin(tile), cost = 0;
         for (int i = run_begin(tile); i < run_end(tile); ++i) {
             const Run run = params_.runs[i];
             if (run.col_begin < params_.remote_begin) {
                 params_.parted_runs[next++] = run;
-                cost += kBlockCost * run.num_blocks + kMaskCost * (run.num_lead + run.num_trail);
+                cost += cost_of(run);
             }
         }
         params_.run_mid[tile] = next;
@@ -101,10 +96,10 @@ private:
             }
         }
         params_.split_of[tile] = kNoSplit;
-        note(tile, is_cut(tile) ? cost + 1 : 0);
+        params_.order[tile] = longest_first(is_cut(tile) ? cost + 1 : 0, tile);   // splits in front
     }
 
-    // put(place, tile) for all tiles, first those of which is_in(tile) holds, in their order.
+    // put(place, tile, is_in(tile)) for all tiles, first those of which is_in holds, in their order.
     template <class IsIn, class Put>
     __device__ void list(IsIn is_in, Put put) const {
         const int num_in = prefix_sum(
@@ -112,7 +107,8 @@ private:
             [&](int tile, int before) { params_.before[tile] = before; });
         for_each(params_.num_tiles, [&](int tile) {
             const int before = params_.before[tile];
-            put(is_in(tile) ? before : num_in + tile - before, tile);
+            const bool is_first = is_in(tile);
+            put(is_first ? before : num_in + tile - before, tile, is_first);
         });
     }
 

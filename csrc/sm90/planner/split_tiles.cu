@@ -7,11 +7,10 @@
 // merge included, is what is walked, if it gains enough.
 #include "common/block.cuh"
 #include "common/tile_plan.cuh"
+#include "planner/cost.cuh"
 
 namespace ffa {
 
-constexpr int kBlockCost = FFA_BLOCK_COST;
-constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
 constexpr int kSplitCost = FFA_SPLIT_COST;
 constexpr int kMergeCost = FFA_MERGE_COST;
@@ -88,7 +87,7 @@ private:
             for (int i = t.run_begin; i < t.run_end; ++i) {
                 const Run& run = params_.runs[i];
                 num_blocks += run.num_blocks;
-                cost += kBlockCost * run.num_blocks + kMaskCost * (run.num_lead + run.num_trail);
+                cost += cost_of(run);
             }
             notes.cost[tile] = cost;
             notes.num_blocks[tile] = num_blocks;

@@ -5,6 +5,7 @@
 #include "common/block.cuh"
 #include "common/search.cuh"
 #include "common/tile_plan.cuh"
+#include "planner/cost.cuh"
 #include "planner/rects.cuh"
 #include "planner/staircase.cuh"
 
@@ -12,8 +13,6 @@ namespace ffa {
 
 constexpr int kMovesRightEdge = 1;   // bits of a mask type
 constexpr int kMovesLeftEdge = 2;
-constexpr int kBlockCost = FFA_BLOCK_COST;
-constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
 constexpr int kMostSteps = 32;                             // of stairs that a row meets as many rectangles of
 constexpr bool kHasBits = FFA_HAS_BITS;                    // whether a slice may have a bit block
@@ -448,7 +447,7 @@ private:
                 const Rect& bottom = steps[step.lane > 0 ? step.last : i].rect;
                 const bool covers_tile = step.rect.row_begin == tile_begin_[tile] && bottom.row_end == tile_end_[tile];
                 const Run run = run_from(step.rect, bottom, step.lane, covers_tile, walk_.block_cols);
-                cost += kBlockCost * run.num_blocks + kMaskCost * (run.num_lead + run.num_trail);
+                cost += cost_of(run);
                 *next++ = run;
             }
             if constexpr (kHasBits) {
@@ -489,7 +488,7 @@ private:
         }
         for_each(walk_.num_sorted, [&](int tile) {
             const unsigned cost = tile < walk_.num_tiles ? cost_[tile] : 0;
-            order_[tile] = static_cast<unsigned long long>(~cost) << 32 | static_cast<unsigned>(tile);
+            order_[tile] = longest_first(cost, tile);
         });
         sort(order_, walk_.num_sorted, [](unsigned long long a, unsigned long long b) { return a < b; });
         for_each(walk_.num_tiles, [&](int i) {

@@ -52,6 +52,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.plan import cost
+from magi_compile.plan.padding import size_to_sort
 from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, Walk
 
 #: In place of the number of a split, as in csrc/sm90/common/tile_plan.cuh.
@@ -115,7 +116,7 @@ def early_tiles_variant() -> Variant:
 def _lists_call(num_tiles: int, num_runs: int, remote_begin: int, device_index: int) -> Call:
     """The call that cuts a walk of such sizes: of its tiles and runs it makes runs, the lists, and what it notes."""
     num_splits = min(num_tiles // TILES_OF_A_SPLIT + 1, num_tiles)
-    num_sorted = 1 << max(num_tiles - 1, 0).bit_length()
+    num_sorted = size_to_sort(num_tiles)
     made = (
         Buffer.of((num_runs, len(RUN_FIELDS)), torch.int32),
         Buffer.of((num_tiles, len(TILE_FIELDS)), torch.int32),

@@ -27,6 +27,7 @@ from magi_compile.masks.evaluation.row_intervals import RowIntervals, check_argu
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.expr.integers import INT64
 from magi_compile.masks.program.program import MaskProgram
+from magi_compile.plan.padding import size_to_sort
 
 _THREADS, _LISTS_THREADS = 512, 256  # of a thread block
 
@@ -288,7 +289,7 @@ def _prepare(
 
 def _workspace(source: MaskSource, sizes: Sizes, num_rows: int, num_indexes: int) -> Workspace:
     num_places, seqlen_k = source.num_lanes * num_rows, sizes.seqlen_k
-    num_sorted = 1 << max(seqlen_k - 1, 0).bit_length()
+    num_sorted = size_to_sort(seqlen_k)
     num_index = _even(4 * seqlen_k + num_sorted + -(-seqlen_k // 32) + 1)
     num_scratch = 4 * sizes.capacity + 2 * -(-num_places // 32) + num_indexes * num_index
     found = _even(len(source.checks))

@@ -24,6 +24,7 @@ from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan import cost
 from magi_compile.plan.bit_runs import room_for_bits
+from magi_compile.plan.padding import size_to_sort
 from magi_compile.plan.stairs import num_edge_rows
 from magi_compile.plan.tiles import PaddedSizes, padded_sizes
 
@@ -173,8 +174,8 @@ class _WalkRoom(NamedTuple):
 
     @property
     def num_sorted(self) -> int:
-        """The power of two from the number of tiles up."""
-        return 1 << max(self.padded.num_tiles - 1, 0).bit_length()
+        """The room to sort tiles."""
+        return size_to_sort(self.padded.num_tiles)
 
     def num_scratch(self, num_slices: int) -> int:
         """In int32s, an even number."""
