@@ -104,6 +104,25 @@ class Kernel(Contender):
         return found
 
 
+class UniformBlocks(Kernel):
+    """Attention to listed blocks, which are visible as a whole, for as many key-value as query heads."""
+
+    levels = ("sparse",)
+    dtypes = ("bfloat16",)
+    sizes: tuple[int, ...]  # of blocks that it takes
+    no_groups = "has no grouped heads"
+
+    def supports(self, workload: Workload, device: str) -> list[str]:
+        blocks = workload.blocks
+        reasons = []
+        if not blocks.is_uniform or blocks.is_causal or blocks.q_sizes[0] not in self.sizes:
+            sizes = " or ".join(map(str, self.sizes))
+            reasons.append(f"takes uniform blocks of {sizes}, visible as a whole")
+        if blocks.group > 1:
+            reasons.append(self.no_groups)
+        return reasons
+
+
 def refusals(contender: Kernel, workload: Workload, device: str) -> list[str]:
     """Every reason why `contender` cannot run `workload` on `device` ("cuda" or "cpu")."""
     case = workload.case

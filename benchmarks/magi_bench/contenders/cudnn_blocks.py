@@ -7,33 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Kernel, Layout
+from magi_bench.contenders.base import Attend, Layout, UniformBlocks
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.masks.evaluation.block_lists import counts_and_order
 
-BLOCKS = (64, 128)
 
-
-class CudnnBlocks(Kernel):
+class CudnnBlocks(UniformBlocks):
     name = "cudnn-blocks"
     label = "cuDNN, block lists"
-    levels = ("sparse",)
-    dtypes = ("bfloat16",)
+    sizes = (64, 128)
+    no_groups = "its backward has no grouped heads"
     layout = Layout.BATCHED
     compiles_slowly = True
     module = "cudnn.block_sparse_attention"
     distributions = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
-
-    def supports(self, workload: Workload, device: str) -> list[str]:
-        blocks = workload.blocks
-        reasons = []
-        if not blocks.is_uniform or blocks.is_causal or blocks.q_sizes[0] not in BLOCKS:
-            reasons.append(
-                f"takes uniform blocks of {BLOCKS[0]} or {BLOCKS[1]}, visible as a whole"
-            )
-        if blocks.group > 1:
-            reasons.append("its backward has no grouped heads")
-        return reasons
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         count, index = counts_and_order(workload.blocks.visible.to(inputs.q.device)[None])

@@ -7,18 +7,17 @@ import os
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Kernel, Layout
+from magi_bench.contenders.base import Attend, Layout, UniformBlocks
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.masks.evaluation.block_lists import counts_and_order
 
 BLOCK = 64
 
 
-class Vsa(Kernel):
+class Vsa(UniformBlocks):
     name = "vsa"
     label = "VSA"
-    levels = ("sparse",)
-    dtypes = ("bfloat16",)
+    sizes = (BLOCK,)
     layout = Layout.HEADS_FIRST
 
     module = "fastvideo_kernel.block_sparse_attn"
@@ -38,15 +37,6 @@ class Vsa(Kernel):
             if is_there
             else "its CUDA kernel cannot be loaded; the package would take Triton's"
         )
-
-    def supports(self, workload: Workload, device: str) -> list[str]:
-        blocks = workload.blocks
-        reasons = []
-        if not blocks.is_uniform or blocks.is_causal or blocks.q_sizes[0] != BLOCK:
-            reasons.append(f"takes uniform blocks of {BLOCK}, visible as a whole")
-        if blocks.group > 1:
-            reasons.append("has no grouped heads")
-        return reasons
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         from fastvideo_kernel.block_sparse_attn import block_sparse_attn_from_indices
