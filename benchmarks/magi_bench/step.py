@@ -32,10 +32,10 @@ from magi_bench.workloads.llama import (
     Pack,
     build,
     causal_within,
-    check_steps,
     document_of,
     pack,
     steps,
+    truth_of,
 )
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.masks import create_block_mask
@@ -73,6 +73,7 @@ class Problem:
         self.inputs = lru_cache(None)(self._inputs)
         self.mask = lru_cache(None)(self.new_mask)
         self.truth = lru_cache(None)(self._truth)
+        self.truth_of_step = lru_cache(None)(self._truth_of_step)
 
     def workload(self, layer: int = 0) -> Workload:
         """As kernels of magi-bench get it; every layer has q, k and v of its own, and all have one mask."""
@@ -113,6 +114,10 @@ class Problem:
         )
         return Truth.of(exact, plain, inputs.q.dtype)
 
+    def _truth_of_step(self, layers: int) -> Truth:
+        """Loss and gradients of a model's first step."""
+        return truth_of(build(self.settings, layers, self.settings.device), self.pack(0))
+
     def compiled(self, key: Hashable, function: Callable[..., Any], **options: Any) -> Any:
         """`torch.compile(function)`, one for each key, with code of its own for Dynamo to guard."""
         if key not in self._compiled:
@@ -144,8 +149,7 @@ class Compiled(Contender):
 
     def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
         if WAYS[case.mask].group == "training":
-            model = build(problem.settings, case.layers, problem.settings.device)
-            return check_steps(model, problem.pack(0), results)
+            return problem.truth_of_step(case.layers).check(results, problem.tokens)
         return check_attention(problem, case, results, Layout.HEADS_FIRST)
 
     def _compiled(self, problem: Problem, way: Way, key: Any, function: Any) -> Any:

@@ -1,8 +1,9 @@
 """A step of a small Llama whose tokens are spread over ranks: ours, and PyTorch's context parallelism.
 
-A step spreads a batch of new packed documents, runs forward, loss and backward, and adds the gradients up over ranks.
-Ours plans the batch's mask in it, or on a thread while the step before runs; PyTorch's BlockMask is made before and
-not counted. Weights are the same on all ranks, and nothing is sharded but tokens.
+A step spreads a batch of new packed causal documents, with or without a window, runs forward, loss and backward, and
+adds the gradients up over ranks. Ours plans the batch's mask in it, or on a thread while the step before runs;
+PyTorch's BlockMask is made before and not counted. Weights are the same on all ranks, and nothing is sharded but
+tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,25 +24,46 @@ from magi_bench.cases import Case
 from magi_bench.clock import Ahead, Ready
 from magi_bench.contenders.base import Contender, compiled
 from magi_bench.contenders.flex import no_backward
-from magi_bench.gate import Check
+from magi_bench.gate import Check, Truth
 from magi_bench.workloads.llama import (
     IGNORED,
     Llama,
     Pack,
     build,
     causal_in,
-    check_steps,
     document_of,
     pack,
     steps,
+    truth_of,
 )
 from magi_bench.world import World
 from magi_compile import _compat
 from magi_compile.dtensor import SequencePlan, context_parallel, plan, plan_ahead
 from magi_compile.masks.block_mask import one_block_mask
 
-#: The mask of rows of a whole model.
-MODEL = "model"
+#: Masks of a model on packed documents, by the name of their kind: the tokens before itself that a token sees, or None.
+MASKS: dict[str, int | None] = {"document_causal": None, "sliding_window_causal": 1024}
+
+
+class Problem:
+    """The model's weights and batches, the same for every contender and on every rank."""
+
+    def __init__(self, settings: Settings, world: World, mask: str, tokens: int):
+        self.settings, self.world = settings, world
+        self.total, self.window = tokens * world.size, MASKS[mask]
+
+    def build(self) -> Llama:
+        """The model, the same from every call."""
+        return build(self.settings, self.settings.train_layers, self.world.device)
+
+    def batch(self, turn: int) -> Pack:
+        """The documents of a turn."""
+        return pack(self.settings, self.total, turn, self.world.device, self.settings.lengths)
+
+    @cached_property
+    def truth(self) -> Truth:
+        """Loss and gradients of the first step on one rank."""
+        return truth_of(self.build(), self.batch(0), self.window)
 
 
 class Spread(NamedTuple):
@@ -57,8 +79,8 @@ class Spread(NamedTuple):
 class Training(Contender):
     """A way to spread the model's tokens, so many on a rank; named as the contender that runs attention alone."""
 
-    def __init__(self, settings: Settings, world: World, tokens: int):
-        self.settings, self.world, self.total = settings, world, tokens * world.size
+    def __init__(self, problem: Problem):
+        self.problem, self.world = problem, problem.world
 
     def changed(self, model: Llama) -> Llama:
         """The model with what its attention needs to run over ranks."""
@@ -72,13 +94,13 @@ class Training(Contender):
     def spread(self, batch: Pack, mask: Any) -> AbstractContextManager[Spread]:
         """A context around forward and backward."""
 
-    def prepare(self, problem: None, case: Case) -> Ready:
+    def prepare(self, problem: Problem, case: Case) -> Ready:
         """Steps return the loss of all ranks."""
-        model = self.changed(self.build())
+        model = self.changed(problem.build())
         loss_of = compiled(Llama.forward)
 
         def make(turn: int) -> tuple[Pack, Any]:
-            batch = self.batch(turn)
+            batch = problem.batch(turn)
             return batch, self.mask(batch)
 
         @contextmanager
@@ -89,16 +111,8 @@ class Training(Contender):
 
         return steps(model, loss_of, Ahead(make), case.which, around, self.world)
 
-    def check(self, problem: None, case: Case, results: Sequence[Tensor]) -> Check:
-        return check_steps(self.build(), self.batch(0), results)
-
-    def build(self) -> Llama:
-        """The model, the same on every rank."""
-        return build(self.settings, self.settings.train_layers, self.world.device)
-
-    def batch(self, turn: int) -> Pack:
-        """The documents of a turn."""
-        return pack(self.settings, self.total, turn, self.world.device, self.settings.lengths)
+    def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
+        return problem.truth.check(results, problem.total)
 
 
 class MagiTraining(Training):
@@ -116,8 +130,11 @@ class MagiTraining(Training):
 
     def plan(self, batch: Pack, mask: Any) -> SequencePlan:
         """The plan of a batch, made now."""
-        # Of documents on the CPU, as a data loader has them: planning waits for no GPU.
-        return plan(causal_in(document_of(batch.lengths)), self.world.mesh, seqlen=self.total)
+        return plan(self.mask_mod(batch), self.world.mesh, seqlen=self.problem.total)
+
+    def mask_mod(self, batch: Pack) -> Any:
+        """Of documents on the CPU, as a data loader has them: planning waits for no GPU."""
+        return causal_in(document_of(batch.lengths), self.problem.window)
 
 
 class Coming:
@@ -137,8 +154,8 @@ class MagiAheadTraining(MagiTraining):
     _last: Coming | None = None
 
     def mask(self, batch: Pack) -> Coming:
-        mask_mod = causal_in(document_of(batch.lengths))
-        coming = Coming(lambda: plan_ahead(mask_mod, self.world.mesh, seqlen=self.total))
+        mask_mod = self.mask_mod(batch)
+        coming = Coming(lambda: plan_ahead(mask_mod, self.world.mesh, seqlen=self.problem.total))
         if self._last is None or self._last.has_begun:
             coming.submit()  # by a step that is over
         else:
@@ -158,19 +175,20 @@ class TorchTraining(Training):
     name = "torch-head-tail"
     label = "PyTorch's context parallelism, head-tail balancer"
 
-    def __init__(self, settings: Settings, world: World, tokens: int):
-        super().__init__(settings, world, tokens)
-        arguments = self.total, world.size, world.kind
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        arguments = problem.total, self.world.size, self.world.kind
         self._balancer = _compat.load_balancer_of_torch("HeadTail", *arguments)
 
-    def supports(self, problem: None, case: Case) -> list[str]:
+    def supports(self, problem: Problem, case: Case) -> list[str]:
         return no_backward(case, self.world.kind)
 
     def mask(self, batch: Pack) -> BlockMask:
         """By eager code, which makes it more slowly than the compiled code that PyTorch would run."""
-        world = self.world
+        world, total = self.world, self.problem.total
         # PyTorch's function reads the mask_mod and the lengths alone, so the blocks of the whole mask are not computed.
-        whole = one_block_mask(causal_in(batch.document), 1, self.total, self.total, world.device)
+        mask_mod = causal_in(batch.document, self.problem.window)
+        whole = one_block_mask(mask_mod, 1, total, total, world.device)
         made: BlockMask = _compat.block_mask_of_torch_rank(world.mesh, whole, self._balancer)
         return made
 

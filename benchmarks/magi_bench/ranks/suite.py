@@ -22,9 +22,8 @@ from magi_bench.arguments import Settings
 from magi_bench.cases import Case
 from magi_bench.contenders.base import Contender
 from magi_bench.contenders.flex import BLOCK, make_block_mask, no_backward
-from magi_bench.ranks import base
+from magi_bench.ranks import base, model
 from magi_bench.ranks.base import Problem
-from magi_bench.ranks.model import MODEL, TRAININGS
 from magi_bench.ranks.strategies.contenders import STRATEGIES, UlyssesFlex
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.results.rows import Row
@@ -231,7 +230,9 @@ class Ranks(runner.Suite):
             more["layers"] = self.settings.train_layers
         for tokens in self.settings.tokens:
             for mask, settings in self.masks():
-                if not settings.model:
+                if settings.model:
+                    self._steps = model.Problem(settings, self.world, mask, tokens)
+                else:
                     self._together = Problem(settings, self.world, mask, tokens)
                     self._alone = Problem(settings, self.world, mask, tokens, is_alone=True)
                 for which in settings.passes:
@@ -241,8 +242,8 @@ class Ranks(runner.Suite):
         """Each mask with the settings that draw it: once, or for each pack of documents of each sampler if it knows
         documents."""
         if self.settings.model:
-            for sampler in self.settings.samplers:
-                yield MODEL, replace(self.settings, lengths=sampler)
+            for mask, sampler in itertools.product(self.settings.masks, self.settings.samplers):
+                yield mask, replace(self.settings, lengths=sampler)
             return
         for mask in self.settings.masks:
             drawn = itertools.product(self.settings.samplers, range(self.settings.packs))
@@ -253,9 +254,8 @@ class Ranks(runner.Suite):
     def contenders(self, case: Case) -> Sequence[Contender]:
         asked = self.settings.contenders
         if self.settings.model:
-            settings = replace(self.settings, lengths=case.lengths)
-            made = [x(settings, self.world, case.seqlen) for x in TRAININGS]
-            return [x for x in made if asked is None or x.name in asked]
+            wanted = [x for x in model.TRAININGS if asked is None or x.name in asked]
+            return [x(self._steps) for x in wanted]
         return [
             made
             for x in CONTENDERS
@@ -263,14 +263,15 @@ class Ranks(runner.Suite):
             for made in (map(x, self.settings.local_kernels) if x.has_local_kernel else [x()])
         ]
 
-    def problem(self, case: Case, contender: Contender) -> Problem | None:
+    def problem(self, case: Case, contender: Contender) -> Problem | model.Problem:
         if self.settings.model:
-            return None
+            return self._steps
         return self._alone if contender.is_alone else self._together
 
     def place(self, case: Case) -> Row:
-        words = [case.mask.replace("_", " ")]
-        if len(self.settings.samplers) > 1 and case.mask not in ONE_SEQUENCE:
+        words = ["model"] * self.settings.model + [case.mask.replace("_", " ")]
+        knows_documents = self.settings.model or case.mask not in ONE_SEQUENCE
+        if len(self.settings.samplers) > 1 and knows_documents:
             words.append(f"of {case.lengths}")
         if case.seed != self.settings.seed:
             words.append(f"pack {case.seed - self.settings.seed + 1}")
@@ -296,10 +297,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "processes to start, by default one a GPU, or 2 on a CPU; not with torchrun"
     option("--ranks", type=count, help=words)
     option("--all-masks", action="store_true", help=f"{', '.join(ALL_MASKS)}")
-    words = "in place of attention alone, steps of a Llama of --layers on packed causal documents"
+    words = (
+        "in place of attention alone, steps of a Llama of --layers on packed causal documents, of which "
+        f"--masks has {' and '.join(model.MASKS)} (a window of 1024 in each document)"
+    )
     option("--model", action="store_true", help=words)
     option("--layers", dest="train_layers", type=count, default=4, help="of the model")
-    names = list(dict.fromkeys(x.name for x in (*CONTENDERS, *TRAININGS)))
+    names = list(dict.fromkeys(x.name for x in (*CONTENDERS, *model.TRAININGS)))
     option("--contenders", nargs="+", choices=names, metavar="NAME")
     option("--preset", choices=PRESETS, help="options that are not given as of others")
     several: dict[str, Any] = {"nargs": "+", "choices": LOCAL_KERNELS, "default": ["ours"]}
@@ -320,15 +324,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
-    wanted = DEFAULTS | PRESETS.get(args.preset, {})
+    wanted = DEFAULTS | ({"masks": [next(iter(model.MASKS))]} if args.model else {})
+    wanted |= PRESETS.get(args.preset, {})
     vars(args).update({name: x for name, x in wanted.items() if getattr(args, name) is None})
     more = {"masks": ALL_MASKS} if args.all_masks else {}
     settings = arguments.settings_of(args, QUICK, **more)
     kind, gpus = settings.device, torch.cuda.device_count()
-    able = {x.name for x in (TRAININGS if settings.model else CONTENDERS)}
+    able = {x.name for x in (model.TRAININGS if settings.model else CONTENDERS)}
     if settings.contenders and not able & set(settings.contenders):
         where, among = "of" if settings.model else "without", ", ".join(sorted(able))
         raise ValueError(f"`--contenders` {where} --model must be among {among}")
+    unknown = [x for x in settings.masks if settings.model and x not in model.MASKS]
+    if unknown:
+        among = ", ".join(model.MASKS)
+        raise ValueError(f"`--masks` of --model must be among {among}, got {unknown[0]}")
     wrong = [x for x in settings.tokens if x % BLOCK]
     if wrong:
         raise ValueError(f"`--tokens` must be multiples of {BLOCK}, got {wrong[0]}")

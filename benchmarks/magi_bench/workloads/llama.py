@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from magi_bench.arguments import Settings
 from magi_bench.clock import ALONE, Ahead, Alone, Ready
-from magi_bench.gate import Check, truth_of_step
+from magi_bench.gate import Truth, truth_of_step
 from magi_bench.workloads import lengths
 
 IGNORED = -1  # as a target
@@ -73,9 +73,7 @@ class Block(nn.Module):
         self.up = nn.Linear(shape.dim, 2 * shape.ffn_dim, bias=False)
         self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
 
-    def attend(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Sequence[int]
-    ) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Documents) -> Tensor:
         batch, seqlen, _ = x.shape
         qkv = self.qkv(x).view(batch, seqlen, -1, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split(self.heads, dim=1)
@@ -86,41 +84,65 @@ class Block(nn.Module):
             y = attend_by_document(q, k, v, mask)
         return self.out(y.transpose(1, 2).reshape(batch, seqlen, -1))
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Sequence[int]
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Documents) -> Tensor:
         x = x + self.attend(self.norm1(x), cos, sin, mask)
         gate, up = self.up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
 
-def attend_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+class Documents(NamedTuple):
+    """The lengths of packed causal documents, whose tokens see all before them, or themselves and `window` before."""
+
+    lengths: Sequence[int]
+    window: int | None = None
+
+
+def attend_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """Causal attention of each document by itself, without FlexAttention: what others are held to."""
-    is_half = q.dtype in (torch.bfloat16, torch.float16)
-    documents = [
-        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)  # type: ignore[misc]
-        if is_half
-        else attend_by_group(*part)
-        for part in zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
+    parts = zip(*(x.split(list(documents.lengths), dim=2) for x in (q, k, v)), strict=True)
+    window = documents.window
+    if window is None:
+        return torch.cat([attend(*part, is_causal=True) for part in parts], dim=2)
+    # A row of a window's queries at a time, with the keys that any of them sees.
+    rows = [
+        attend(
+            part[0][:, :, at : at + window],
+            *(x[:, :, max(at - window, 0) : at + window] for x in part[1:]),
+            attn_mask=in_window(at, min(at + window, part[0].shape[2]), window, q.device),
+        )
+        for part in parts
+        for at in range(0, part[0].shape[2], window)
     ]
-    return torch.cat(documents, dim=2)
+    return torch.cat(rows, dim=2)
 
 
-def attend_by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same in other dtypes, for the query heads of one key head after another. PyTorch has no kernel there that
-    knows groups of heads and keeps scores out of memory."""
+def in_window(begin: int, end: int, window: int, device: torch.device) -> Tensor:
+    """Bool `[end - begin, keys]` for queries from `begin` to `end`: keys begin `window` before the first query."""
+    queries = torch.arange(begin, end, device=device)[:, None]
+    keys = torch.arange(max(begin - window, 0), end, device=device)
+    return (keys <= queries) & (queries - keys <= window)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+    """PyTorch's attention of grouped heads. In fp32 and fp64 for the query heads of one key head after another, since
+    PyTorch has no kernel there that knows groups of heads and keeps scores out of memory."""
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask)
     parts = []
     for queries, key, value in zip(
         q.chunk(k.shape[1], 1), k.split(1, 1), v.split(1, 1), strict=True
     ):
         key, value = (x.expand(-1, queries.shape[1], -1, -1) for x in (key, value))
-        parts.append(F.scaled_dot_product_attention(queries, key, value, is_causal=True))
+        parts.append(F.scaled_dot_product_attention(queries, key, value, **mask))
     return torch.cat(parts, 1)
 
 
-def causal_in(document: Tensor) -> Any:
-    """The mask_mod of causal documents, `[S]` the document of each token."""
-    return lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv)
+def causal_in(document: Tensor, window: int | None = None) -> Any:
+    """The mask_mod of causal documents, `[S]` the document of each token: a token sees all before it, or itself and
+    `window` before it."""
+    if window is None:
+        return lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv)
+    return lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv) & (q - kv <= window)
 
 
 def causal_within(
@@ -136,8 +158,8 @@ def causal_within(
 class Llama(nn.Module):
     """The loss is the cross-entropy of the next token, in nats; embedding and output share their weights.
 
-    Without a `mask` it is built in here, in the graph, which is where both backends like it best. Document lengths in
-    its place stand for attention without FlexAttention. Of tokens that are spread over ranks, `positions` says where in
+    Without a `mask` it is built in here, in the graph, which is where both backends like it best. Documents in its
+    place stand for attention without FlexAttention. Of tokens that are spread over ranks, `positions` says where in
     the sequence each one is, and the loss is this rank's share: the sum over its own labels, divided by the
     `num_labels` of the whole sequence.
     """
@@ -158,7 +180,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         document: Tensor,
-        mask: BlockMask | Sequence[int] | None = None,
+        mask: BlockMask | Documents | None = None,
         positions: Tensor | None = None,
         num_labels: Tensor | None = None,
     ) -> Tensor:
@@ -171,11 +193,25 @@ class Llama(nn.Module):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin, mask)
-        logits = F.linear(self.norm(x), self.embedding.weight)
+        x = self.norm(x)
+        if isinstance(mask, Documents):
+            return self.loss_in_parts(x, targets)
+        logits = F.linear(x, self.embedding.weight)
         given = (logits.flatten(0, 1).float(), targets.flatten())
         if num_labels is None:
             return F.cross_entropy(*given, ignore_index=IGNORED)
         return F.cross_entropy(*given, ignore_index=IGNORED, reduction="sum") / num_labels
+
+    def loss_in_parts(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of `x [1, S, dim]` by the logits of so many tokens at a time."""
+
+        def part(x: Tensor, targets: Tensor) -> Tensor:
+            logits = F.linear(x, self.embedding.weight).float()
+            return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+        parts = zip(x[0].split(8192), targets[0].split(8192), strict=True)
+        sums = [checkpoint(part, *one, use_reentrant=False) for one in parts]
+        return torch.stack(sums).sum() / (targets != IGNORED).sum()
 
 
 class Pack(NamedTuple):
@@ -254,14 +290,15 @@ def steps(
     return Ready(forward if which == "fwd" else step, ahead.renew)
 
 
-def check_steps(model: Llama, pack: Pack, results: Sequence[Tensor]) -> Check:
-    """Holds the results of a step to those of `model` on one rank, without FlexAttention and torch.compile. Layers run
+def truth_of(model: Llama, pack: Pack, window: int | None = None) -> Truth:
+    """The loss and gradients of a step of `model` on one rank, without FlexAttention and torch.compile. Layers run
     again in its backward, since one rank has the tokens of all here."""
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
     def run() -> list[Tensor]:
-        loss = model(pack.tokens, pack.targets, pack.document, pack.lengths)
+        documents = Documents(pack.lengths, window)
+        loss = model(pack.tokens, pack.targets, pack.document, documents)
         return [loss.detach(), *torch.autograd.grad(loss, checked_parameters(model))]
 
-    return truth_of_step(model, run).check(results, len(pack.document))
+    return truth_of_step(model, run)

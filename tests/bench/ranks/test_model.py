@@ -12,6 +12,7 @@ from magi_bench.gate import STEP_RESULTS
 from magi_bench.ranks import model, suite
 from magi_bench.ranks.model import MagiAheadTraining, MagiTraining, TorchTraining
 from magi_bench.results import rows as files
+from magi_bench.workloads.llama import causal_in, document_of
 from magi_bench.world import World
 from tests.bench.flat import flat, rows_of
 from tests.bench.ranks.test_ranks import SMALL
@@ -20,6 +21,7 @@ MODEL = replace(
     SMALL,
     tokens=(128,),
     model=True,
+    masks=("document_causal",),
     train_layers=2,
     vocab=64,
     contenders=("magi", "magi-ahead", "torch-head-tail"),
@@ -36,10 +38,22 @@ class OwnTokens(MagiTraining):
         return super().spread(batch._replace(lengths=[sum(batch.lengths)]), mask)
 
 
-def run_model(group, trainings):
+class NoWindow(MagiTraining):
+    """All tokens before itself in its document, in place of a window."""
+
+    name = "torch-head-tail"
+    is_ours = False
+
+    def mask_mod(self, batch):
+        return causal_in(document_of(batch.lengths))
+
+
+def run_model(group, trainings, window=None):
+    masks = {"document_causal": window}
     with (
         patch.object(torch, "compile", lambda function, **_: function),
-        patch.object(suite, "TRAININGS", trainings),
+        patch.object(model, "TRAININGS", trainings),
+        patch.object(model, "MASKS", masks),
     ):
         return rows_of(suite.Ranks(MODEL, World("cpu")))
 
@@ -58,13 +72,21 @@ def test_steps_are_held_to_those_of_one_rank(two_ranks):
         }
         assert rows[-1]["reason"] == NO_BACKWARD
         for row in rows[:5]:
-            assert row["mask"] == "model"
+            assert row["what"] == "model, document causal"
             assert row["tokens_per_s"] == pytest.approx(256 / row["ms"] * 1e3)
         assert set(rows[3]["gate"]["errors"]) == set(STEP_RESULTS)
 
 
-def test_another_mask_is_caught(two_ranks):
-    for rows in two_ranks.run(run_model, (MagiTraining, OwnTokens)):
+@pytest.mark.parametrize("window", [None, 10])
+def test_another_mask_is_caught(two_ranks, window):
+    for rows in two_ranks.run(run_model, (MagiTraining, OwnTokens), window):
+        status = {(row["contender"], row["pass"]): row["status"] for row in rows}
+        assert status["magi", "fwdbwd"] == "ok"
+        assert status["torch-head-tail", "fwdbwd"] == "wrong"
+
+
+def test_an_attention_without_the_window_is_caught(two_ranks):
+    for rows in two_ranks.run(run_model, (MagiTraining, NoWindow), 10):
         status = {(row["contender"], row["pass"]): row["status"] for row in rows}
         assert status["magi", "fwdbwd"] == "ok"
         assert status["torch-head-tail", "fwdbwd"] == "wrong"
@@ -73,8 +95,8 @@ def test_another_mask_is_caught(two_ranks):
 def run_spread(group):
     found = []
     for made in model.TRAININGS:
-        training = made(MODEL, World("cpu"), 128)
-        batch = training.batch(3)
+        problem = model.Problem(MODEL, World("cpu"), "document_causal", 128)
+        training, batch = made(problem), problem.batch(3)
         with (
             patch.object(torch, "compile", lambda function, **_: function),
             training.spread(batch, training.mask(batch)) as part,

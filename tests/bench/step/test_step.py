@@ -17,7 +17,14 @@ from magi_bench.report import tables
 from magi_bench.results import rows as files
 from magi_bench.step import GROUPS, WAYS, Problem, Step
 from magi_bench.workloads.lengths import SHORT, sample
-from magi_bench.workloads.llama import Llama, Shape, build, causal_within, checked_parameters
+from magi_bench.workloads.llama import (
+    Documents,
+    Llama,
+    Shape,
+    build,
+    causal_within,
+    checked_parameters,
+)
 from magi_compile._compat import num_compiled_graphs
 from tests.bench.flat import flat, rows_of
 
@@ -162,7 +169,7 @@ def test_a_model_of_another_mask_is_caught():
     tokens, targets, document, documents = problem.pack(0)
 
     def results(lengths):
-        loss = model(tokens, targets, document, lengths)
+        loss = model(tokens, targets, document, Documents(lengths))
         return [loss, *torch.autograd.grad(loss, checked_parameters(model))]
 
     assert len(documents) > 1
@@ -331,10 +338,10 @@ def test_a_model_takes_documents_or_makes_the_mask_itself():
     document = torch.tensor([0] * 40 + [1] * 88)
     tokens = torch.randint(16, (1, 128))
     with torch.no_grad():
-        by_document = model(tokens, tokens, document, [40, 88])
+        by_document = model(tokens, tokens, document, Documents([40, 88]))
         made_inside = model(tokens, tokens, document)
         from_outside = model(tokens, tokens, document, causal_within(document))
-        other = model(tokens, tokens, document, [128])
+        other = model(tokens, tokens, document, Documents([128]))
     torch.testing.assert_close(made_inside, by_document)
     torch.testing.assert_close(from_outside, by_document)
     assert not torch.allclose(other, by_document, rtol=1e-6)
