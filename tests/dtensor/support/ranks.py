@@ -37,9 +37,12 @@ class Ranks:
     ) -> None:
         self.size, self._timeout = size, timeout
         self._directory = tempfile.TemporaryDirectory()
-        # Workers are forks of one server, which has only imported what takes long to import.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        if backend == "nccl":
+            context = mp.get_context("spawn")  # an import has started CUDA, which does not outlive a fork
+        else:
+            # Workers are forks of one server, which has only imported what takes long to import.
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(_IMPORTED)
         self._pipes, self._processes = [], []
         self._num_groups = 1
         for rank in range(size):
@@ -80,7 +83,7 @@ class Ranks:
             else:
                 try:
                     error, result, self._num_groups = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     error = "its process ended"
             if rank in expect_dead:
                 error = None if error == "its process ended" else "its process is alive"
@@ -104,7 +107,7 @@ class Ranks:
             raise AssertionError(f"rank {rank} of {self.size} did not answer within {seconds:g} s")
         try:
             error, result, _ = self._pipes[rank].recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             raise AssertionError(f"the process of rank {rank} of {self.size} ended") from None
         if error:
             raise AssertionError(f"rank {rank} of {self.size}:\n{error}")
