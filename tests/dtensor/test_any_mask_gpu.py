@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import magi_compile
 from magi_compile.dtensor import ContextParallelOptions, context_parallel, plan
+from magi_compile.dtensor.transport import collectives
 from magi_compile.dtensor.transport.native import NativeCollective
 from tests.dtensor import test_any_mask as on_cpus
 from tests.dtensor.test_any_mask import CASES, called, gradients, inputs, leaves_of
@@ -95,9 +97,12 @@ def compare(group, p, expected, out, lse, grads):
 
 def run_with(group, name, options, collective):
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_chosen", WeakKeyDictionary())  # what is chosen here stays here
         if collective != "native":  # which is chosen where it serves
-            patch.setattr(NativeCollective, "refusals", lambda *_: "not in this test")
+            patch.setattr(NativeCollective, "refusals", lambda *_: ["not in this test"])
         run_eager(group, name, options)
+        device = torch.device("cuda", torch.cuda.current_device())
+        assert collectives.select("auto", group, device).name == collective
 
 
 def run_eager(group, name, options, deterministic=False):

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from magi_bench import arguments, runner, world
 from magi_bench.arguments import Settings
 from magi_bench.cases import Case
+from magi_bench.clock import Rounds
 from magi_bench.contenders.base import Contender
 from magi_bench.contenders.flex import BLOCK, make_block_mask, no_backward
 from magi_bench.ranks import base, model
@@ -183,7 +184,11 @@ DEFAULTS: dict[str, Any] = {
     "packs": 1,
     "seconds": 150.0,
     "contenders": None,
+    "turn_ms": Rounds.turn_ms,
 }
+#: With --model: turns of several steps, of which only the last is waited for, as in a training loop that does not print
+#: the loss of every step.
+DEFAULTS_OF_STEPS: dict[str, Any] = {"masks": [next(iter(model.MASKS))], "turn_ms": 600.0}
 #: The workloads of others, by name.
 PRESETS: dict[str, dict[str, Any]] = {
     "seeds": {
@@ -219,7 +224,8 @@ class Ranks(runner.Suite):
         "the others from shapes. Peak memory is what PyTorch's allocator holds in a call beyond the inputs; buffers "
         "of NCCL and symmetric memory are not in it. Documents of HybridCP are on their ranks before a call. A call "
         "of the model spreads a batch of new documents, and ours plans their mask in it or on a thread while the call "
-        "before runs, while PyTorch's BlockMask is made before; with a backward it adds the gradients up over ranks."
+        "before runs, while PyTorch's BlockMask is made before, unless its row says otherwise; with a backward it adds "
+        "the gradients up over ranks."
     )
     has_peak = True
     world: World
@@ -324,8 +330,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
-    wanted = DEFAULTS | ({"masks": [next(iter(model.MASKS))]} if args.model else {})
-    wanted |= PRESETS.get(args.preset, {})
+    wanted = DEFAULTS | (DEFAULTS_OF_STEPS if args.model else {}) | PRESETS.get(args.preset, {})
     vars(args).update({name: x for name, x in wanted.items() if getattr(args, name) is None})
     more = {"masks": ALL_MASKS} if args.all_masks else {}
     settings = arguments.settings_of(args, QUICK, **more)

@@ -33,12 +33,19 @@ class Ranks:
     """
 
     def __init__(
-        self, size: int, backend: str = "gloo", timeout: datetime.timedelta = TIMEOUT
+        self,
+        size: int,
+        backend: str = "gloo",
+        timeout: datetime.timedelta = TIMEOUT,
+        *,
+        uses_gpus: bool = False,
     ) -> None:
         self.size, self._timeout = size, timeout
         self._directory = tempfile.TemporaryDirectory()
-        if backend == "nccl":
-            context = mp.get_context("spawn")  # an import has started CUDA, which does not outlive a fork
+        if uses_gpus or backend == "nccl":
+            context = mp.get_context(
+                "spawn"
+            )  # an import has started CUDA, which does not outlive a fork
         else:
             # Workers are forks of one server, which has only imported what takes long to import.
             context = mp.get_context("forkserver")

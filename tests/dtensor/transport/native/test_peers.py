@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from magi_compile.dtensor.transport.collectives import logger, select
 from magi_compile.dtensor.transport.native.peers import RankDevice, conflicts
+from tests.dtensor.support.ranks import Ranks
 
 
 def test_one_host_and_a_gpu_each():
@@ -53,5 +54,9 @@ def run_over_gloo_on_one_gpu(group):
 
 
 @pytest.mark.gpu
-def test_ranks_that_share_a_gpu(ranks_of):
-    ranks_of(2).run(run_over_gloo_on_one_gpu)
+def test_ranks_that_share_a_gpu():
+    ranks = Ranks(2, "gloo", uses_gpus=True)
+    try:
+        ranks.run(run_over_gloo_on_one_gpu)
+    finally:
+        ranks.close()
