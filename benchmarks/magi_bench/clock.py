@@ -193,6 +193,9 @@ class Turns(NamedTuple):
     """The times of the turns of one contender."""
 
     times_ms: list[float]  # of one call, the mean over each turn
+    host_ms: list[
+        float
+    ]  # the same until the last call returned, which is the host's share; 0 of other processes
     calls: int  # of each turn
     recompiles: int  # graphs that Dynamo compiled in them; 0 unless something is wrong
 
@@ -254,39 +257,48 @@ def in_turns(
     done.
     """
 
-    def turn_ms(ready: Ready, count: int) -> float:
-        return together.slowest(_turn_ms(ready, count, device, together))
+    def turn_ms(ready: Ready, count: int) -> tuple[float, float]:
+        total, host = _turn_ms(ready, count, device, together)
+        return together.slowest(total), together.slowest(host)
 
     calls = {
         name: rounds.calls(
-            min(turn_ms(ready, 1) for _ in range(TRIAL_CALLS)),
+            min(turn_ms(ready, 1)[0] for _ in range(TRIAL_CALLS)),
             makes_masks=ready.renew is not _nothing,
         )
         for name, ready in contenders.items()
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    hosts: dict[str, list[float]] = {name: [] for name in contenders}
     recompiles = dict.fromkeys(contenders, 0)
     for number in range(rounds.count):
         order = list(contenders)
         for name in reversed(order) if number % 2 else order:
             before = _compat.num_compiled_graphs()
-            times[name].append(turn_ms(contenders[name], calls[name]))
+            total, host = turn_ms(contenders[name], calls[name])
+            times[name].append(total)
+            hosts[name].append(host)
             recompiles[name] += _compat.num_compiled_graphs() - before
-    return {name: Turns(times[name], calls[name], recompiles[name]) for name in contenders}
+    return {
+        name: Turns(times[name], hosts[name], calls[name], recompiles[name]) for name in contenders
+    }
 
 
-def _turn_ms(ready: Ready, calls: int, device: str, together: Alone) -> float:
-    """Milliseconds of wall time of one of `calls` consecutive calls."""
+def _turn_ms(ready: Ready, calls: int, device: str, together: Alone) -> tuple[float, float]:
+    """Milliseconds of wall time of one of `calls` consecutive calls, and of these until the last one returned: 0 of
+    calls in other processes."""
     if ready.turn_ms is not None:
-        return ready.turn_ms(calls)
+        return ready.turn_ms(calls), 0.0
     ready.renew(calls)
     wait(device)
     together.meet()
     begin = time.perf_counter()
     for _ in range(calls):
         ready.call()
+    returned = time.perf_counter()
     wait(device)
-    return (time.perf_counter() - begin) * 1e3 / calls
+    ended = time.perf_counter()
+    return (ended - begin) * 1e3 / calls, (returned - begin) * 1e3 / calls
 
 
 def work_of(ready: Ready) -> Work:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
@@ -281,6 +282,8 @@ class Runner:
         times = summary(turns.times_ms)
         recompiles = turns.recompiles + row.pop("recompiles", 0)
         measured = {**times, "calls": turns.calls, "recompiles": recompiles}
+        if self.settings.device == "cuda" and any(turns.host_ms):
+            measured["host_ms"] = statistics.median(turns.host_ms)
         if "peak_bytes" in row:
             measured["peak_bytes"] = row.pop("peak_bytes")
         return measured | self.suite.rates(case, contender, times["ms"])

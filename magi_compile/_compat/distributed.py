@@ -106,17 +106,15 @@ def context_parallel_style_of_torch(seq_dim: int) -> Any:
     return _ContextParallel(seq_dim, _ContextParallel.AttentionType.FLEX)
 
 
-def block_mask_of_torch_rank(
-    mesh: Any, block_mask: Any, balancer: Any, *, is_compiled: bool = False
-) -> Any:
+def block_mask_of_torch_rank(mesh: Any, block_mask: Any, balancer: Any) -> Any:
     """The BlockMask of this rank's queries and all keys, which goes with `context_parallel_style_of_torch`. Tokens are
     spread by `balancer`, which is one of `load_balancer_of_torch` or None for the order of the sequence.
 
-    PyTorch compiles what evaluates the mask, and on a CPU at 16K tokens the assembler takes minutes; eager code gives
-    the same."""
+    PyTorch compiles what evaluates the mask, and at 16K tokens the assembler takes minutes; eager code gives the
+    same."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
+    with torch.compiler.set_stance("force_eager"):
         (local,) = _attention._context_parallel_shard(mesh, [block_mask], [0], balancer)
     return local
 

@@ -2,8 +2,8 @@
 
 A step spreads a batch of new packed causal documents, with or without a window, runs forward, loss and backward, and
 adds the gradients up over ranks. Ours plans the batch's mask in it, or on a thread while the step before runs;
-PyTorch's BlockMask is made before and not counted, or in the step like ours. Weights are the same on all ranks, and
-nothing is sharded but tokens.
+PyTorch's BlockMask is made before and not counted. Weights are the same on all ranks, and nothing is sharded but
+tokens.
 """
 
 from __future__ import annotations
@@ -183,18 +183,13 @@ class TorchTraining(Training):
     def supports(self, problem: Problem, case: Case) -> list[str]:
         return no_backward(case, self.world.kind)
 
-    def mask(self, batch: Pack) -> BlockMask | None:
-        return self.block_mask(batch)
-
-    def block_mask(self, batch: Pack, *, is_compiled: bool = False) -> BlockMask:
-        """By eager code or, as PyTorch has it, by compiled code."""
+    def mask(self, batch: Pack) -> BlockMask:
+        """By eager code, since PyTorch's compiled code is not compiled within two minutes."""
         world, total = self.world, self.problem.total
         # PyTorch's function reads the mask_mod and the lengths alone, so the blocks of the whole mask are not computed.
         mask_mod = causal_in(batch.document, self.problem.window)
         whole = one_block_mask(mask_mod, 1, total, total, world.device)
-        made: BlockMask = _compat.block_mask_of_torch_rank(
-            world.mesh, whole, self._balancer, is_compiled=is_compiled
-        )
+        made: BlockMask = _compat.block_mask_of_torch_rank(world.mesh, whole, self._balancer)
         return made
 
     def changed(self, model: Llama) -> Llama:
@@ -207,23 +202,9 @@ class TorchTraining(Training):
         world = self.world
         order = _compat.indices_of_load_balancer(self._balancer)[0].to(world.device)
         mine = order.chunk(world.size)[world.rank]
-        if mask is None:
-            mask = self.block_mask(batch, is_compiled=True)
+        assert mask is not None
         yield Spread(batch.tokens[:, mine], batch.targets[:, mine], mask, mine)
 
 
-class TorchInStepTraining(TorchTraining):
-    """The BlockMask is made in the step, by PyTorch's compiled code."""
-
-    name = "torch-head-tail-in-step"
-    label = "the same, BlockMask made in the step"
-
-    def mask(self, batch: Pack) -> None:
-        return None
-
-
 #: In the order of reports.
-TRAININGS: tuple[type[Training], ...] = (
-    *(MagiTraining, MagiAheadTraining),
-    *(TorchTraining, TorchInStepTraining),
-)
+TRAININGS: tuple[type[Training], ...] = (MagiTraining, MagiAheadTraining, TorchTraining)

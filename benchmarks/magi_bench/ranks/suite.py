@@ -224,8 +224,7 @@ class Ranks(runner.Suite):
         "the others from shapes. Peak memory is what PyTorch's allocator holds in a call beyond the inputs; buffers "
         "of NCCL and symmetric memory are not in it. Documents of HybridCP are on their ranks before a call. A call "
         "of the model spreads a batch of new documents, and ours plans their mask in it or on a thread while the call "
-        "before runs, while PyTorch's BlockMask is made before, unless its row says otherwise; with a backward it adds "
-        "the gradients up over ranks."
+        "before runs, while PyTorch's BlockMask is made before; with a backward it adds the gradients up over ranks."
     )
     has_peak = True
     world: World

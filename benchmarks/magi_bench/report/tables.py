@@ -276,6 +276,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "kernel_ms": ("on the GPU, ms", "{:.3f}".format),
     "kernels": ("kernels", "{:g}".format),
     "launches": ("launches", "{:g}".format),
+    "host_ms": ("host, ms", "{:.3f}".format),
     "exposed_ms": ("exposed, ms", "{:.3f}".format),
     "received_bytes": ("received, MiB", _mebibytes),
     "peak_bytes": ("peak, MiB", _mebibytes),

@@ -253,6 +253,8 @@ def test_contenders_take_turns_with_masks_made_before():
     turn_a, turn_b = ([f"{x} renews 3", x, x, x] for x in "ab")
     assert seen[8:] == turn_a + turn_b + turn_b + turn_a
     assert [(len(x.times_ms), x.calls, x.recompiles) for x in result.values()] == [(2, 3, 0)] * 2
+    for x in result.values():
+        assert all(0 < host <= ms for host, ms in zip(x.host_ms, x.times_ms, strict=True))
 
 
 def test_calls_of_a_turn():
