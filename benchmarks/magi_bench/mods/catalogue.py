@@ -416,6 +416,16 @@ def tanh_softcap(place: Place) -> Made:
     return Made(causal(place), lambda: lambda s, b, h, q, kv: 20 * torch.tanh(s / 20))
 
 
+def softcap_of_some_heads(place: Place) -> Made:
+    """20 tanh(score / 20) in the second half of the heads; causal."""
+    first = place.nheads // 2
+
+    def score_mod(score, b, h, q, kv):
+        return torch.where(h < first, score, 20 * torch.tanh(score / 20))
+
+    return Made(causal(place), lambda: score_mod)
+
+
 def document_bias(place: Place) -> Made:
     """A learned bias of each head and of the distance between two of eight documents; causal."""
     document = torch.arange(place.seqlen, device=place.device) * DOCUMENTS // place.seqlen
@@ -449,6 +459,7 @@ SCORES = (
     relative_bias,
     t5_buckets,
     tanh_softcap,
+    softcap_of_some_heads,
     document_bias,
     head_temperature,
     latent_positions,
