@@ -14,11 +14,14 @@ import importlib.util
 import os
 import resource
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 # Segments that grow do not fragment. PyTorch reads this when it is imported.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -31,9 +34,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DataCollatorWithFlattening,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import magi_compile.dtensor
+import magi_compile.integrations.transformers  # the attention "magi"
 from magi_compile.integrations.trainer import context_parallel
 
 SHAPE = {
@@ -271,6 +282,10 @@ class Run:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return loss / dist.get_world_size(), norm.full_tensor(), forward
 
+    def steps(self) -> Iterator[SimpleNamespace]:
+        """Trains on as many sequences as the run has."""
+        return map(self.step, range(self.args.steps))
+
     def step(self, number: int, tokens: int = 0) -> SimpleNamespace:
         """Trains on one sequence, of the length of the run or of `tokens`."""
         args = argparse.Namespace(**vars(self.args) | {"tokens": tokens or self.args.tokens})
@@ -286,14 +301,102 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         found["seconds"] = time.perf_counter() - begin
-        found |= {"forward_bytes": forward, "peak_bytes": peak_bytes(self.device)}
-        found["card_bytes"] = found["peak_bytes"]
-        if self.device.type == "cuda":  # with what PyTorch keeps, and what it does not know of
-            free, total = torch.cuda.mem_get_info()
-            found["card_bytes"] = float(total - free)
-        numbers = torch.tensor(list(found.values()), dtype=torch.float64, device=self.device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        return SimpleNamespace(**dict(zip(found, numbers.tolist(), strict=True)))
+        return most_of({**found, "forward_bytes": forward, **memory_of(self.device)}, self.device)
+
+
+def memory_of(device: torch.device) -> dict[str, float]:
+    """The peak of this process, and what its card holds, with what PyTorch keeps and what it does not know of."""
+    found = dict.fromkeys(("peak_bytes", "card_bytes"), peak_bytes(device))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        found["card_bytes"] = float(total - free)
+    return found
+
+
+def most_of(found: dict[str, float], device: torch.device) -> SimpleNamespace:
+    """The largest numbers of all ranks."""
+    numbers = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return SimpleNamespace(**dict(zip(found, numbers.tolist(), strict=True)))
+
+
+class Times(TrainerCallback):
+    """The seconds, peak and loss of each step of a Trainer, loading of its batch included."""
+
+    def __init__(self) -> None:
+        self.steps: list[SimpleNamespace] = []
+        self.begin = 0.0
+
+    def on_train_begin(self, args, state, control, **_):
+        self.begin = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        device = args.device
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found = {"seconds": time.perf_counter() - self.begin, **memory_of(device)}
+        self.steps.append(most_of(found, device))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.begin = time.perf_counter()
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if "loss" in (logs or {}):
+            self.steps[-1].loss, self.steps[-1].norm = logs["loss"], logs["grad_norm"]
+
+
+class ByTrainer:
+    """The same steps by Hugging Face's Trainer: its FSDP2, its loop and its loader, which plans in a worker. One rank
+    has neither FSDP2 nor context parallelism."""
+
+    def __init__(self, args: argparse.Namespace):
+        has_gpu, world = torch.cuda.is_available(), int(os.environ["WORLD_SIZE"])
+        more = {}
+        if args.strategy == "transformers" and world > 1:
+            from accelerate.parallelism_config import ParallelismConfig
+
+            more["parallelism_config"] = ParallelismConfig(cp_size=world)
+        if world > 1:
+            layer = "Qwen3DecoderLayer"
+            more |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": [layer]}}
+        arguments = TrainingArguments(
+            tempfile.mkdtemp(),
+            per_device_train_batch_size=args.documents,
+            max_steps=args.steps + 1,  # the first one compiles, and is not counted
+            logging_steps=1,
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            weight_decay=0.01,
+            optim="adamw_torch_fused" if has_gpu else "adamw_torch",
+            bf16=args.dtype == "bfloat16",
+            use_cpu=not has_gpu,
+            dataloader_num_workers=1,
+            train_sampling_strategy="sequential",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **more,
+        )
+        self.args, self.device, self.model = args, arguments.device, make_model(args)
+        if world == 1 and args.strategy == "magi":
+            self.model.set_attn_implementation("magi")
+        fill(self.model, self.device)
+        use_liger(self.model, args)
+        use_checkpoints(self.model, args, self.device)
+        length, data = args.tokens // args.documents, []
+        for step in range(args.steps + 1):
+            for words in make_batch(args, step, torch.device("cpu"))["input_ids"].split(length, 1):
+                data.append({"input_ids": words[0].tolist(), "labels": words[0].tolist()})
+        self.times = Times()
+        collator = DataCollatorWithFlattening()
+        trainer = Trainer(self.model, arguments, collator, data, callbacks=[self.times])
+        if args.strategy == "magi" and world > 1:
+            context_parallel(trainer, cp_size=world)
+        self.train = trainer.train
+
+    def steps(self) -> list[SimpleNamespace]:
+        self.train()
+        return self.times.steps[1:]
 
 
 def peak_bytes(device: torch.device) -> float:
@@ -347,7 +450,9 @@ def check(run: Run, say) -> None:
         say(f"gradients differ by at most {off:.1e} of {most:.1e}")
 
 
-def write(path: Path, run: Run, steps: list[SimpleNamespace], parts: dict[str, float]) -> None:
+def write(
+    path: Path, run: Run | ByTrainer, steps: list[SimpleNamespace], parts: dict[str, float]
+) -> None:
     """Appends a row of magi-bench's format (docs/benchmark.md)."""
     from magi_bench.cases import Case
     from magi_bench.results import provenance
@@ -367,7 +472,7 @@ def write(path: Path, run: Run, steps: list[SimpleNamespace], parts: dict[str, f
         which="fwdbwd",
         layers=args.layers,
         ranks=world,
-        mode="eager",
+        mode="eager" if args.loop == "plain" else args.loop,
     )
     last = steps[-1]
     times = {
@@ -404,6 +509,8 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=number, help="36, with --quick 2")
     add("--steps", type=number, default=3)
     add("--strategy", choices=STRATEGIES, default="magi", help="whose context parallelism")
+    words = "this program's, or that of Hugging Face's Trainer"
+    add("--loop", choices=("plain", "trainer"), default="plain", help=words)
     add("--rotate", choices=("allgather", "alltoall"), default="allgather", help="of transformers")
     add("--keep-attention", nargs="?", const="host", choices=("host", "gpu"), help="where to")
     add("--tiles", type=number, help="parts of the MLP, 1 leaves it as it is; 8, with --quick 1")
@@ -433,6 +540,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--documents must be 1 with --strategy transformers, got {args.documents}")
     if args.strategy == "transformers" and args.keep_attention:
         parser.error("--keep-attention needs --strategy magi, got transformers")
+    if args.loop == "trainer" and (args.check or args.profile or args.warm_up):
+        parser.error("--check, --profile and --warm-up need --loop plain, got trainer")
     for name, wanted in (("tiles", args.tiles > 1), ("fused", args.fused != "none")):
         if wanted and importlib.util.find_spec("liger_kernel") is None:
             off = {"tiles": "1", "fused": "none"}[name]
@@ -444,14 +553,17 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args, begin = arguments(), time.perf_counter()
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if args.loop == "plain":
+        accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        run: Any = Run(args, accelerator)
+    else:
+        run = ByTrainer(args)
     is_first = dist.get_rank() == 0
 
     def say(text: str) -> None:
         if is_first:
             print(f"{time.perf_counter() - begin:6.1f} s  {text}", flush=True)
 
-    run = Run(args, accelerator)
     weights = sum(x.numel() for x in run.model.parameters())
     say(f"{args.strategy}: {weights / 1e9:.2f}e9 weights on {dist.get_world_size()} ranks")
     if args.check:
@@ -459,13 +571,11 @@ def main() -> None:
     if args.warm_up:
         say(f"warm-up of {args.warm_up} tokens: {run.step(0, args.warm_up).seconds:.1f} s")
     steps = []
-    for i in range(args.steps):
-        steps.append(run.step(i))
-        x = steps[-1]
+    for i, x in enumerate(run.steps()):
+        steps.append(x)
         say(
             f"step {i}: {x.seconds:.2f} s, {args.tokens / x.seconds:,.0f} tokens/s, "
-            f"peak {x.peak_bytes / 1e9:.1f} GB (forward {x.forward_bytes / 1e9:.1f}, "
-            f"card {x.card_bytes / 1e9:.1f}), "
+            f"peak {x.peak_bytes / 1e9:.1f} GB, card {x.card_bytes / 1e9:.1f}, "
             f"loss {x.loss:.4f}, gradients {x.norm:.3f}"
         )
     parts = profile(run) if args.profile else {}

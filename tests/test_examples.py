@@ -105,7 +105,7 @@ def long_sequences(processes, *options):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = [str(EXAMPLES / "long_sequences.py"), "--check", "--steps", "1", *options]
+    program = [str(EXAMPLES / "long_sequences.py"), *options]
     run = subprocess.run(
         [*launch, "--nproc-per-node", str(processes), *program],
         capture_output=True,
@@ -115,6 +115,9 @@ def long_sequences(processes, *options):
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+FIRST_STEP = ("--check", "--steps", "1")
 
 
 def check_first_step(printed, loss_off, gradients_off):
@@ -137,7 +140,7 @@ def check_first_step(printed, loss_off, gradients_off):
 )
 def test_long_sequences(processes, options):
     """Sharded weights, checkpoints on the host and kept attention give the first step of one process."""
-    printed = long_sequences(processes, *options.split())
+    printed = long_sequences(processes, *FIRST_STEP, *options.split())
     check_first_step(printed, 2e-5, 1e-5)
     assert ("attention " in printed) == ("--profile" in options)
 
@@ -145,7 +148,8 @@ def test_long_sequences(processes, options):
 @pytest.mark.slow
 def test_long_sequences_in_bfloat16():
     """The number of labels stays exact where FSDP2 casts a model's arguments; rounded, the loss is off by 0.011."""
-    check_first_step(long_sequences(2, "--documents", "4", "--dtype", "bfloat16"), 1e-3, 0.05)
+    options = ["--documents", "4", "--dtype", "bfloat16"]
+    check_first_step(long_sequences(2, *FIRST_STEP, *options), 1e-3, 0.05)
 
 
 @pytest.mark.slow
@@ -158,10 +162,26 @@ def test_long_sequences_with_liger(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     path = tmp_path / "rows.jsonl"
     options = ["--tiles", "3", "--fused", "loss", "--keep-attention", "--documents", "4"]
-    check_first_step(long_sequences(2, *options, "--json", str(path)), 2e-5, 1e-5)
+    check_first_step(long_sequences(2, *FIRST_STEP, *options, "--json", str(path)), 2e-5, 1e-5)
     (row,) = load([path]).ok_rows()
     assert row["contender"] == "magi-kept"
     assert row["passes"]["fwdbwd"]["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 2e-4), ("bfloat16", 2e-3)])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_long_sequences_by_trainer(processes, dtype, off):
+    """Trainer's loop has the losses of the program's own; it does not count its first step."""
+
+    def losses(processes, *options):
+        printed = long_sequences(processes, "--documents", "4", "--dtype", dtype, *options)
+        return [*map(float, re.findall(r"step \d+: .* loss (\S+),", printed))]
+
+    _, *plain = losses(2, "--steps", "3")
+    by_trainer = losses(processes, "--loop", "trainer", "--steps", "2")
+    assert len(plain) == len(by_trainer) == 2
+    assert by_trainer == pytest.approx(plain, abs=off)
 
 
 @pytest.mark.slow
@@ -171,6 +191,7 @@ def test_long_sequences_with_liger(monkeypatch, tmp_path):
         ("--documents 3", "--tokens must be a multiple of --documents 3, got 2048"),
         ("--documents 2 --strategy transformers", "--documents must be 1 with --strategy"),
         ("--keep-attention --strategy transformers", "--keep-attention needs --strategy magi"),
+        ("--loop trainer --check", "--check, --profile and --warm-up need --loop plain"),
         ("--tokens none", "must be a number such as 32, 8192 or 512K, got 'none'"),
         ("", "processes must be started by torchrun, got one alone"),
     ],
