@@ -113,7 +113,7 @@ def long_sequences(processes, *options):
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
 
