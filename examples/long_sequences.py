@@ -44,7 +44,6 @@ from transformers import (
 )
 
 import magi_compile.dtensor
-import magi_compile.integrations.transformers  # the attention "magi"
 from magi_compile.integrations.trainer import context_parallel
 
 SHAPE = {
@@ -354,8 +353,10 @@ class ByTrainer:
         more = {}
         if args.strategy == "transformers" and world > 1:
             from accelerate.parallelism_config import ParallelismConfig
+            from accelerate.utils import TorchContextParallelConfig
 
-            more["parallelism_config"] = ParallelismConfig(cp_size=world)
+            ring = TorchContextParallelConfig(cp_comm_strategy=args.rotate)
+            more["parallelism_config"] = ParallelismConfig(cp_size=world, cp_handler=ring)
         if world > 1:
             layer = "Qwen3DecoderLayer"
             more |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": [layer]}}
@@ -542,6 +543,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--keep-attention needs --strategy magi, got transformers")
     if args.loop == "trainer" and (args.check or args.profile or args.warm_up):
         parser.error("--check, --profile and --warm-up need --loop plain, got trainer")
+    if args.loop == "trainer" and args.strategy == "transformers" and not has_gpu:
+        parser.error("--loop trainer needs GPUs with --strategy transformers, found none")
     for name, wanted in (("tiles", args.tiles > 1), ("fused", args.fused != "none")):
         if wanted and importlib.util.find_spec("liger_kernel") is None:
             off = {"tiles": "1", "fused": "none"}[name]
@@ -573,9 +576,11 @@ def main() -> None:
     steps = []
     for i, x in enumerate(run.steps()):
         steps.append(x)
+        forward = getattr(x, "forward_bytes", None)  # Trainer's loop does not say
+        of_forward = "" if forward is None else f"forward {forward / 1e9:.1f}, "
         say(
             f"step {i}: {x.seconds:.2f} s, {args.tokens / x.seconds:,.0f} tokens/s, "
-            f"peak {x.peak_bytes / 1e9:.1f} GB, card {x.card_bytes / 1e9:.1f}, "
+            f"peak {x.peak_bytes / 1e9:.1f} GB ({of_forward}card {x.card_bytes / 1e9:.1f}), "
             f"loss {x.loss:.4f}, gradients {x.norm:.3f}"
         )
     parts = profile(run) if args.profile else {}

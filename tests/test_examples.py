@@ -192,6 +192,7 @@ def test_long_sequences_by_trainer(processes, dtype, off):
         ("--documents 2 --strategy transformers", "--documents must be 1 with --strategy"),
         ("--keep-attention --strategy transformers", "--keep-attention needs --strategy magi"),
         ("--loop trainer --check", "--check, --profile and --warm-up need --loop plain"),
+        ("--loop trainer --strategy transformers", "--loop trainer needs GPUs with --strategy"),
         ("--tokens none", "must be a number such as 32, 8192 or 512K, got 'none'"),
         ("", "processes must be started by torchrun, got one alone"),
     ],

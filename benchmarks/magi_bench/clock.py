@@ -193,9 +193,7 @@ class Turns(NamedTuple):
     """The times of the turns of one contender."""
 
     times_ms: list[float]  # of one call, the mean over each turn
-    host_ms: list[
-        float
-    ]  # the same until the last call returned, which is the host's share; 0 of other processes
+    host_ms: list[float]  # the same until the last call returned; 0 of other processes
     calls: int  # of each turn
     recompiles: int  # graphs that Dynamo compiled in them; 0 unless something is wrong
 

@@ -41,7 +41,7 @@ from magi_compile import _compat
 from magi_compile.dtensor import SequencePlan, context_parallel, plan, plan_ahead
 from magi_compile.masks.block_mask import one_block_mask
 
-#: Masks of a model on packed documents, by the name of their kind: the tokens before itself that a token sees, or None.
+#: Masks of a model on packed causal documents: how many tokens before itself a token sees at most; None for all.
 MASKS: dict[str, int | None] = {"document_causal": None, "sliding_window_causal": 1024}
 
 
@@ -184,7 +184,7 @@ class TorchTraining(Training):
         return no_backward(case, self.world.kind)
 
     def mask(self, batch: Pack) -> BlockMask:
-        """By eager code, since PyTorch's compiled code is not compiled within two minutes."""
+        """By eager code: PyTorch compiles this for minutes (docs/benchmark.md, Across ranks)."""
         world, total = self.world, self.problem.total
         # PyTorch's function reads the mask_mod and the lengths alone, so the blocks of the whole mask are not computed.
         mask_mod = causal_in(batch.document, self.problem.window)

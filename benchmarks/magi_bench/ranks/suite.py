@@ -186,9 +186,9 @@ DEFAULTS: dict[str, Any] = {
     "contenders": None,
     "turn_ms": Rounds.turn_ms,
 }
-#: With --model: turns of several steps, of which only the last is waited for, as in a training loop that does not print
-#: the loss of every step.
-DEFAULTS_OF_STEPS: dict[str, Any] = {"masks": [next(iter(model.MASKS))], "turn_ms": 600.0}
+#: The same with --model, also in place of a preset's. A turn has several steps, of which only the last is waited for,
+#: as in a training loop that does not print the loss of every step.
+OF_STEPS: dict[str, Any] = {"masks": [next(iter(model.MASKS))], "turn_ms": 600.0}
 #: The workloads of others, by name.
 PRESETS: dict[str, dict[str, Any]] = {
     "seeds": {
@@ -246,15 +246,15 @@ class Ranks(runner.Suite):
     def masks(self) -> Iterator[tuple[str, Settings]]:
         """Each mask with the settings that draw it: once, or for each pack of documents of each sampler if it knows
         documents."""
-        if self.settings.model:
-            for mask, sampler in itertools.product(self.settings.masks, self.settings.samplers):
-                yield mask, replace(self.settings, lengths=sampler)
-            return
         for mask in self.settings.masks:
             drawn = itertools.product(self.settings.samplers, range(self.settings.packs))
-            for sampler, pack in [next(drawn)] if mask in ONE_SEQUENCE else drawn:
+            for sampler, pack in drawn if self.knows_documents(mask) else [next(drawn)]:
                 seed = self.settings.seed + pack
                 yield mask, replace(self.settings, lengths=sampler, seed=seed)
+
+    def knows_documents(self, mask: str) -> bool:
+        """True if a mask of this name depends on the documents that are drawn."""
+        return self.settings.model or mask not in ONE_SEQUENCE
 
     def contenders(self, case: Case) -> Sequence[Contender]:
         asked = self.settings.contenders
@@ -275,8 +275,7 @@ class Ranks(runner.Suite):
 
     def place(self, case: Case) -> Row:
         words = ["model"] * self.settings.model + [case.mask.replace("_", " ")]
-        knows_documents = self.settings.model or case.mask not in ONE_SEQUENCE
-        if len(self.settings.samplers) > 1 and knows_documents:
+        if len(self.settings.samplers) > 1 and self.knows_documents(case.mask):
             words.append(f"of {case.lengths}")
         if case.seed != self.settings.seed:
             words.append(f"pack {case.seed - self.settings.seed + 1}")
@@ -329,7 +328,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
-    wanted = DEFAULTS | (DEFAULTS_OF_STEPS if args.model else {}) | PRESETS.get(args.preset, {})
+    wanted = DEFAULTS | PRESETS.get(args.preset, {}) | (OF_STEPS if args.model else {})
     vars(args).update({name: x for name, x in wanted.items() if getattr(args, name) is None})
     more = {"masks": ALL_MASKS} if args.all_masks else {}
     settings = arguments.settings_of(args, QUICK, **more)

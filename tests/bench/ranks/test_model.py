@@ -116,6 +116,18 @@ def test_ranks_have_every_token_once(two_ranks):
             assert torch.equal(targets, batch.targets[:, mine])
 
 
+def test_steps_have_their_own_masks_and_turns_with_a_preset_too():
+    with patch.object(suite.world, "start", return_value=0) as start:
+        assert main(["ranks", "--device", "cpu", "--preset", "seeds", "--model"]) == 0
+        settings = start.call_args.args[3]
+        assert settings.masks == ("document_causal",)
+        assert settings.tokens == (8192, 16384, 32768)
+        assert settings.rounds.turn_ms == 600
+        assert main(["ranks", "--device", "cpu", "--preset", "seeds"]) == 0
+        assert start.call_args.args[3].masks[0] == "full"
+        assert start.call_args.args[3].rounds.turn_ms == 20
+
+
 @pytest.mark.slow
 def test_compiled_steps(tmp_path):
     out = tmp_path / "model_cpu"

@@ -287,6 +287,10 @@ def test_the_command_starts_its_own_ranks(tmp_path):
             "must be among magi, magi-ahead, torch-head-tail",
         ),
         (["--contenders", "magi-ahead"], "without --model must be among hybrid-cp, "),
+        (
+            ["--model", "--masks", "causal"],
+            "`--masks` of --model must be among document_causal, sliding_window_causal, got causal",
+        ),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):

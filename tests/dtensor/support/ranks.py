@@ -43,9 +43,8 @@ class Ranks:
         self.size, self._timeout = size, timeout
         self._directory = tempfile.TemporaryDirectory()
         if uses_gpus or backend == "nccl":
-            context = mp.get_context(
-                "spawn"
-            )  # an import has started CUDA, which does not outlive a fork
+            # What the server imports starts CUDA where there is one, and a fork cannot use that.
+            context = mp.get_context("spawn")
         else:
             # Workers are forks of one server, which has only imported what takes long to import.
             context = mp.get_context("forkserver")
