@@ -9,6 +9,7 @@ from magi_compile.ops.masks import (  # noqa: F401  (the same)
     mask_intervals,
     mask_slices,
     mask_table,
+    plan_lists,
 )
 from magi_compile.ops.sharding import register_rules
 

@@ -1,5 +1,9 @@
 """The custom ops pass torch's own checks: schema, fakes, autograd, dynamic shapes."""
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
@@ -105,3 +109,19 @@ def test_wrong_arguments(arguments, given, message):
     slices = (lists * 2)[: given.pop("slices", 3)]
     with pytest.raises(ValueError, match=message):
         torch.ops.magi.ffa_fwd(*tensors, slices, [], 0.25, 0.0, "", **given)
+
+
+def test_an_import_of_ops_defines_them_all():
+    """Graphs that a cache kept name ops whose modules nothing has imported in this process."""
+    code = """
+        import importlib, pkgutil, torch, magi_compile.ops as ops
+
+        def defined():
+            return {x for x in torch._C._dispatch_get_all_op_names() if x.startswith("magi::")}
+
+        before = defined()
+        for module in pkgutil.walk_packages(ops.__path__, ops.__name__ + "."):
+            importlib.import_module(module.name)
+        assert before and defined() == before, defined() - before
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
