@@ -33,7 +33,7 @@ from magi_compile.dtensor.call.sharding import register_rules
 from magi_compile.dtensor.ranks.agreement import Agreement, require_agreement
 from magi_compile.dtensor.ranks.watch import watched
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.kernels.base import Grads, Saved, new_max_scores
+from magi_compile.kernels.base import Grads, Saved, in_output_layout, new_max_scores, output_like
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import gradients_of_tables, new_sums, split_sums, wanted_tables
 from magi_compile.ops.scale import Scaled
@@ -153,7 +153,7 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
         max_scores = unpacked_rows(max_scores, entries)
     if entries > 1:
         out, lse = unpacked(out, entries), unpacked_rows(lse, entries)
-    return out.contiguous(), lse, max_scores
+    return in_output_layout(q, out), lse, max_scores
 
 
 def _scaled(q: Tensor, options: Options) -> Scaled:
@@ -165,10 +165,9 @@ def _scaled(q: Tensor, options: Options) -> Scaled:
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     options = Options(*rest)
     _begin_traced(options, (q, k, v))
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     rows = (q.shape[1], q.shape[0])
     lse = q.new_empty(rows, dtype=torch.float32)
-    return out, lse, lse.new_empty(rows if options.return_max_scores else 0)
+    return output_like(q, v.shape[2]), lse, lse.new_empty(rows if options.return_max_scores else 0)
 
 
 def _cp_ffa_bwd(

@@ -161,7 +161,12 @@ def _publish(
     """The next slot, with the rows of all tensors side by side."""
     first, shape = tensors[0], (tensors[0].shape[0], sum(widths))
     slot = window.next_slot(shape[0] * shape[1] * first.element_size(), current)
-    torch.cat([x.flatten(1) for x in tensors], 1, out=slot.view(0, shape, first.dtype))
+    rows = slot.view(0, shape, first.dtype)
+    if all(x[:1].is_contiguous() for x in tensors):
+        torch.cat([x.flatten(1) for x in tensors], 1, out=rows)
+    else:  # which would copy a tensor whose heads lie apart first
+        for x, part in zip(tensors, rows.split(widths, 1), strict=True):
+            part.unflatten(1, x.shape[1:]).copy_(x)
     return slot
 
 
