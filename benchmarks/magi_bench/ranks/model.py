@@ -62,8 +62,8 @@ class Problem:
 
     @cached_property
     def truth(self) -> Truth:
-        """Loss and gradients of the first step on one rank."""
-        return truth_of(self.build(), self.batch(0), self.window)
+        """Loss and gradients of the first step, of which each rank runs whole documents."""
+        return truth_of(self.build(), self.batch(0), self.window, self.world)
 
 
 class Spread(NamedTuple):

@@ -20,6 +20,7 @@ from magi_bench.gate import Truth, truth_of_step
 from magi_bench.workloads import lengths
 
 IGNORED = -1  # as a target
+WEIGHT_OF_A_TOKEN = 8192  # about the matrix products of a token, as keys that a query sees
 
 
 class Shape(NamedTuple):
@@ -195,14 +196,14 @@ class Llama(nn.Module):
             x = block(x, cos, sin, mask)
         x = self.norm(x)
         if isinstance(mask, Documents):
-            return self.loss_in_parts(x, targets)
+            return self.loss_in_parts(x, targets, num_labels)
         logits = F.linear(x, self.embedding.weight)
         given = (logits.flatten(0, 1).float(), targets.flatten())
         if num_labels is None:
             return F.cross_entropy(*given, ignore_index=IGNORED)
         return F.cross_entropy(*given, ignore_index=IGNORED, reduction="sum") / num_labels
 
-    def loss_in_parts(self, x: Tensor, targets: Tensor) -> Tensor:
+    def loss_in_parts(self, x: Tensor, targets: Tensor, num_labels: Tensor | None) -> Tensor:
         """The loss of `x [1, S, dim]` by the logits of so many tokens at a time."""
 
         def part(x: Tensor, targets: Tensor) -> Tensor:
@@ -211,7 +212,9 @@ class Llama(nn.Module):
 
         parts = zip(x[0].split(8192), targets[0].split(8192), strict=True)
         sums = [checkpoint(part, *one, use_reentrant=False) for one in parts]
-        return torch.stack(sums).sum() / (targets != IGNORED).sum()
+        if num_labels is None:
+            num_labels = (targets != IGNORED).sum()
+        return torch.stack(sums).sum() / num_labels
 
 
 class Pack(NamedTuple):
@@ -290,15 +293,38 @@ def steps(
     return Ready(forward if which == "fwd" else step, ahead.renew)
 
 
-def truth_of(model: Llama, pack: Pack, window: int | None = None) -> Truth:
-    """The loss and gradients of a step of `model` on one rank, without FlexAttention and torch.compile. Layers run
-    again in its backward, since one rank has the tokens of all here."""
+def truth_of(model: Llama, pack: Pack, window: int | None = None, world: Alone = ALONE) -> Truth:
+    """The loss and gradients of a step of `model`, without FlexAttention, torch.compile and context parallelism: each
+    rank runs whole documents. Layers run again in its backward, since one document may have the tokens of all ranks."""
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    device, chosen = pack.tokens.device, documents_of_rank(pack.lengths, world.rank, world.size)
+    parts = torch.arange(len(pack.document), device=device).split(pack.lengths)
+    positions = torch.cat([parts[i] for i in chosen]) if chosen else None
+    documents = Documents([pack.lengths[i] for i in chosen], window)
+    num_labels = (pack.targets != IGNORED).sum()
 
     def run() -> list[Tensor]:
-        documents = Documents(pack.lengths, window)
-        loss = model(pack.tokens, pack.targets, pack.document, documents)
-        return [loss.detach(), *torch.autograd.grad(loss, checked_parameters(model))]
+        weights = checked_parameters(model)
+        if positions is None:
+            loss = torch.zeros((), device=device)
+            gradients = [torch.zeros_like(x) for x in weights]
+        else:
+            tokens, targets = pack.tokens[:, positions], pack.targets[:, positions]
+            given = tokens, targets, pack.document[positions], documents, positions, num_labels
+            loss = model(*given)
+            gradients = list(torch.autograd.grad(loss, weights))
+        return [world.total(x) for x in (loss.detach(), *gradients)]
 
     return truth_of_step(model, run)
+
+
+def documents_of_rank(counts: Sequence[int], rank: int, num_ranks: int) -> list[int]:
+    """The documents that a rank runs, so that all have about equal work: none where there are fewer than ranks."""
+    loads, chosen = [0] * num_ranks, []
+    for i in sorted(range(len(counts)), key=lambda i: -counts[i]):
+        least = loads.index(min(loads))
+        loads[least] += counts[i] * (counts[i] + WEIGHT_OF_A_TOKEN)
+        if least == rank:
+            chosen.append(i)
+    return sorted(chosen)

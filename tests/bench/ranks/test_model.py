@@ -12,7 +12,7 @@ from magi_bench.gate import STEP_RESULTS
 from magi_bench.ranks import model, suite
 from magi_bench.ranks.model import MagiAheadTraining, MagiTraining, TorchTraining
 from magi_bench.results import rows as files
-from magi_bench.workloads.llama import causal_in, document_of
+from magi_bench.workloads.llama import causal_in, document_of, truth_of
 from magi_bench.world import World
 from tests.bench.flat import flat, rows_of
 from tests.bench.ranks.test_ranks import SMALL
@@ -90,6 +90,23 @@ def test_an_attention_without_the_window_is_caught(two_ranks):
         status = {(row["contender"], row["pass"]): row["status"] for row in rows}
         assert status["magi", "fwdbwd"] == "ok"
         assert status["torch-head-tail", "fwdbwd"] == "wrong"
+
+
+def truths(group, lengths, window):
+    """The truth of such documents by all ranks together, and by one."""
+    settings = replace(MODEL, dtype="float32")
+    problem = model.Problem(settings, World("cpu"), "document_causal", 128)
+    batch = problem.batch(0)._replace(lengths=lengths, document=document_of(lengths))
+    together = truth_of(problem.build(), batch, window, problem.world)
+    return together, truth_of(problem.build(), batch, window)
+
+
+@pytest.mark.parametrize("lengths", [[1, 90, 20, 145], [256]], ids=["several", "one"])
+@pytest.mark.parametrize("window", [None, 10])
+def test_ranks_share_the_truth(two_ranks, lengths, window):
+    for together, alone in two_ranks.run(truths, lengths, window):
+        assert max(together.check(alone.exact, 256).errors.values()) < 1e-6
+        assert together.allowed.keys() == alone.allowed.keys()
 
 
 def run_spread(group):
