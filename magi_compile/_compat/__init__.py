@@ -79,6 +79,7 @@ from magi_compile._compat.tracing import (
     fake_mode_of,
     graph_of,
     is_fake,
+    is_of_higher_order,
     is_traced,
     share_memory,
     size_at_hand,

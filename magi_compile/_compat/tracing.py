@@ -28,8 +28,20 @@ def fake_mode_of(tensor: Tensor) -> Any:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors, real or fake, are views of one memory."""
+    """True if two tensors, real or fake, also inside of vmap, are views of one memory."""
+    x, y = _without_vmap(x), _without_vmap(y)
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def _without_vmap(x: Tensor) -> Tensor:
+    while torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def is_of_higher_order(target: Any) -> bool:
+    """True if the target of a node is an operator that takes functions, as those of graphs are."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def differ(size: Any, other: Any) -> bool:

@@ -18,14 +18,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, output_like
 from magi_compile.lowering.across_ranks import emit_across_ranks, plan_of
 from magi_compile.lowering.analysis import Analysis, analyze, decision_on
-from magi_compile.lowering.emit import Emitter, value_of
-from magi_compile.lowering.flex_call import FlexCall, graphs
+from magi_compile.lowering.emit import Emitter, value_key, value_of
+from magi_compile.lowering.flex_call import FlexCall, graphs, may_write
 from magi_compile.lowering.masks import Mask, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
@@ -273,7 +274,15 @@ def _lower_graph(
     gm: GraphModule, root: GraphModule, options: LoweringOptions, report: LoweringReport
 ) -> list[LoweredCall]:
     hop = torch.ops.higher_order.flex_attention
-    nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is hop]
+    nodes: list[Node] = []
+    writers: dict[Node, list[Node]] = {}  # in front of each call
+    so_far: list[Node] = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is hop:
+            nodes.append(node)
+            writers[node] = [*so_far]
+        elif may_write(node):
+            so_far.append(node)
     masks: dict[Any, Mask] = {}
     lowered = []
     for node in nodes:
@@ -288,7 +297,8 @@ def _lower_graph(
         report.add(decision)
         mask: Mask | None = None
         if not found.reasons:
-            node, mask = _replace(call, found, masks, options)
+            writes = _writes_to_mask(call, writers[node])
+            node, mask = _replace(call, found, masks, writes, options)
         elif options.strict:
             raise LoweringRefusedError(str(decision))
         elif call.needs_cpu_gradients:
@@ -307,19 +317,36 @@ def _lower_graph(
 
 
 def _replace(
-    call: FlexCall, found: Analysis, masks: dict[Any, Mask], options: LoweringOptions
+    call: FlexCall,
+    found: Analysis,
+    masks: dict[Any, Mask],
+    writes: Sequence[Node],
+    options: LoweringOptions,
 ) -> tuple[Node, Mask]:
     emit = Emitter(call.node.graph, call.node)
     route = found.route
     # A table is of all heads of its call, which those of another call may be more than.
     way = (call.heads if route.has_table else route.heads, route.lists is not None)
     lists = (call.block_lists, tuple(call.block_size))
-    key = (route.program.text, way, call.mask_buffers, lists, str(call.lengths))
+    key = (route.program.text, way, call.mask_buffers, lists, str(call.lengths), *writes)
     if key not in masks:
         masks[key] = emit_mask(emit, route, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])
     _replace_outputs(call, outputs)
     return attention, masks[key]
+
+
+def _writes_to_mask(call: FlexCall, writers: Sequence[Node]) -> list[Node]:
+    """Those of `writers` that may change what the mask of a call reads: calls with the same mask, and a write between
+    them, have two masks."""
+    read = [value_of(node) for node in (*call.mask_tables, *call.block_lists)]
+
+    def is_read(node: Node) -> bool:
+        given = (x.meta.get(value_key(x)) for x in node.all_input_nodes)
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        return any(_compat.share_memory(x, table) for x in tensors for table in read)
+
+    return [node for node in writers if is_read(node)]
 
 
 def _replace_outputs(call: FlexCall, outputs: Sequence[Node]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
+from magi_compile.functions.names import is_in_place
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.masks.evaluation.sizes import Heads
 
@@ -173,6 +174,24 @@ def _outer(node: Node, gm: GraphModule, root: GraphModule) -> Node:
 def graphs(root: GraphModule) -> list[GraphModule]:
     """`root` and the graphs inside it."""
     return [module for module in root.modules() if isinstance(module, GraphModule)]
+
+
+def may_write(node: Node) -> bool:
+    """True if a node of a graph may write to what it is given, or a graph that it calls may: of other operators of
+    higher order nobody knows."""
+    if _compat.is_of_higher_order(node.target):
+        inner = [_inner_graph(x) for x in node.all_input_nodes]
+        called = [x for x in inner if x is not None]
+        return not called or any(may_write(x) for module in called for x in module.graph.nodes)
+    return is_in_place(node)
+
+
+def _inner_graph(node: Node) -> GraphModule | None:
+    """The graph behind a node that stands for one."""
+    if node.op != "get_attr":
+        return None
+    found = getattr(node.graph.owning_module, str(node.target), None)
+    return found if isinstance(found, GraphModule) else None
 
 
 def is_tensor(buffer: Any) -> bool:
