@@ -17,7 +17,7 @@ from magi_compile._compat import (
 )
 from magi_compile.functions.reached import Reached
 from magi_compile.masks.arguments import MAX_SEQLEN, check_count, check_device, is_int
-from magi_compile.masks.errors import UnsupportedMaskError, refuse_broken
+from magi_compile.masks.errors import MaskDataError, UnsupportedMaskError, refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import (
     Grid,
     Listed,
@@ -521,7 +521,7 @@ def _lists_of(block_mask: BlockMask) -> BlockLists:
         is_listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
         is_bad = is_listed & ((indices < 0) | (indices >= num_k))
         if bool(is_bad.any()):
-            raise ValueError(
+            raise MaskDataError(
                 f"`block_mask.{name}` must be in [0, {num_k}), got {int(indices[is_bad][0])}"
             )
     return lists

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import magi_compile
-from magi_compile.masks import UnsupportedMaskError, slices_from_block_mask
+from magi_compile.masks import MaskDataError, UnsupportedMaskError, slices_from_block_mask
 from magi_compile.masks.block_mask import convert_mask_mod
 from tests.masks.support.helpers import dense_mask, packed
 from tests.masks.support.mask_mods import MASK_MODS
@@ -140,7 +140,7 @@ def test_lists_that_contradict_the_mask_mod():
 def test_wrong_lists():
     mask = block_mask_of(noop_mask, 1, 64, 64)
     far = raw(mask, seq_lengths=(64, 30))
-    with pytest.raises(ValueError, match=r"full_kv_indices` must be in \[0, 1\), got 1"):
+    with pytest.raises(MaskDataError, match=r"full_kv_indices` must be in \[0, 1\), got 1"):
         slices_from_block_mask(far)
     short = raw(mask, seq_lengths=(100, 64))
     with pytest.raises(ValueError, match="kv_num_blocks` must cover 7 q blocks, got 4"):
