@@ -22,7 +22,7 @@ from magi_compile.kernels.sm90.runtime.nvrtc import source_dir
 ON_A_CPU = {"common/ptx.cuh": "ptx_on_a_cpu.cuh", "common/wgmma.cuh": "wgmma_on_a_cpu.cuh"}
 
 
-class Library:
+class Compiled:
     """C++ compiled once: kept for later runs of tests, under a digest of all that the compiler reads. Of the workers of
     one run, who asks first compiles it, and the others wait.
 
@@ -37,6 +37,7 @@ class Library:
         headers: the texts of others, by name.
         header_options: of `options`, those with which the standard headers are compiled, once for all libraries. None
             for headers that are compiled with the rest.
+        linked: an object to link to it. Without `-c` among the options, the result is a shared library.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Library:
         replaced: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         header_options: str | None = None,
+        linked: Compiled | None = None,
     ):
         if shutil.which("g++") is None:
             pytest.skip("needs g++")
         replaced, headers = replaced or {}, headers or {}
         key = _digest(main, options, replaced, headers)
-        self._library = kept_for_later() / f"{key}.so"
+        is_object = "-c" in options.split()
+        self._library = kept_for_later() / f"{key}.{'o' if is_object else 'so'}"
         self._directory = _shared(directories) / f"library-{key}"
         self._compiler: subprocess.Popen | None = None
         if self._library.exists():
@@ -65,7 +68,9 @@ class Library:
         if header_options is not None:
             headers_of_all = _standard_headers(self._directory.parent, header_options)
             options = f"{options} -include {headers_of_all}"
-        self._compiler = self._start(main, options, replaced, headers)
+        options = options if is_object else f"-shared {options}"
+        inputs = "main.cpp" if linked is None else f"main.cpp {linked.path}"
+        self._compiler = self._start(main, f"{options} {inputs}", replaced, headers)
 
     def _start(
         self, main: str, options: str, replaced: Mapping[str, str], headers: Mapping[str, str]
@@ -77,7 +82,7 @@ class Library:
         for name, text in {**headers, "main.cpp": main}.items():
             (path / name).write_text(text)
         part = self._library.with_suffix(f".{os.getpid()}")
-        command = f"g++ {_STANDARD} -shared -I. -I{_HERE} {options} main.cpp -o {part} 2> {_ERRORS}"
+        command = f"g++ {_STANDARD} -I. -I{_HERE} {options} -o {part} 2> {_ERRORS}"
         command = f"{command} && mv {part} {self._library} || touch {_FAILED}"
         return subprocess.Popen(command, shell=True, cwd=path)
 
@@ -185,5 +190,5 @@ def compile_library(
     options: str,
     replaced: Mapping[str, str] | None = None,
 ) -> ctypes.CDLL:
-    """A `Library`, loaded."""
-    return ctypes.CDLL(str(Library(directories, main, options, replaced).path))
+    """A library, loaded."""
+    return ctypes.CDLL(str(Compiled(directories, main, options, replaced).path))

@@ -14,24 +14,26 @@ import pytest
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, TensorMap
 from tests.kernels.support import idle_driver
-from tests.kernels.support.cpp import ON_A_CPU, Library
+from tests.kernels.support.cpp import ON_A_CPU, Compiled
 from tests.support.deterministic import deterministic_algorithms
 
 _MAIN = """
 #include "common/ptx.cuh"
 #include "{source}"
 template <class Params>
-bool launch(void (*kernel)(Params), const void* params, Index grid, int num_threads, int num_at_once, unsigned timing,
-            int cluster) {{
-    return turns::launch(grid, num_threads, ffa::memory, num_at_once, timing, cluster,
-                         [=] {{ kernel(*static_cast<const Params*>(params)); }});
+const Params& params_of(void (*)(Params), const void* params) {{
+    return *static_cast<const Params*>(params);
 }}
-extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads, int num_at_once, unsigned timing,
-                    int cluster) {{
-    return launch({entry}, params, {{x, y}}, num_threads, num_at_once, timing, cluster);
+extern "C" __attribute__((visibility("default")))
+bool run(const void* params, unsigned x, unsigned y, int num_threads, int num_at_once, unsigned timing, int cluster) {{
+    return turns::launch({{x, y}}, num_threads, ffa::memory, num_at_once, timing, cluster,
+                         [](const void* given) {{ {entry}(params_of({entry}, given)); }}, params);
 }}
 """
-_OPTIONS = "-O1 -fno-unroll-loops -fno-tree-vectorize -fno-strict-aliasing"
+# Each kernel has its own `turns_on_a_cpu.cuh`, which is compiled once, and well: most of the time is spent there.
+_APART = "-fvisibility=hidden -fno-strict-aliasing -DTURNS_ARE_APART"
+_OPTIONS = f"-O1 -fno-unroll-loops -fno-tree-vectorize {_APART}"
+_TURNS_OPTIONS = f"-c -O3 -ffp-contract=off {_APART} -DTURNS_ARE_HERE"
 
 
 class CompiledKernel:
@@ -43,8 +45,11 @@ class CompiledKernel:
     def __init__(self, variant: Variant, directories: pytest.TempPathFactory):
         main = _MAIN.format(source=variant.source, entry=variant.entry)
         options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
-        self._library = Library(
-            directories, main, options, ON_A_CPU, dict(variant.headers), header_options=_OPTIONS
+        turns = Compiled(directories, '#include "common/ptx.cuh"\n', _TURNS_OPTIONS, ON_A_CPU)
+        self._library = Compiled(
+            *(directories, main, options, ON_A_CPU, dict(variant.headers)),
+            header_options=_OPTIONS,
+            linked=turns,
         )
 
     @cached_property
