@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import (
 )
 
 import magi_compile
-from magi_compile.masks import MaskDataError, UnsupportedMaskError, slices_from_block_mask
+from magi_compile import MaskDataError
+from magi_compile.masks import UnsupportedMaskError, slices_from_block_mask
 from magi_compile.masks.block_mask import convert_mask_mod
 from tests.masks.support.helpers import dense_mask, packed
 from tests.masks.support.mask_mods import MASK_MODS
