@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -56,19 +59,29 @@ def is_numpy_scalar(value: Any) -> bool:
 def is_in_place(node: Node) -> bool:
     """True if it may write to what it is given."""
     is_call = node.op in ("call_function", "call_method")
-    return is_call and writes(node.target, node.kwargs)
+    return is_call and writes(node.target, node.kwargs, node.args)
 
 
-def writes(target: Any, kwargs: Mapping[str, Any]) -> bool:
+def writes(target: Any, kwargs: Mapping[str, Any], args: Sequence[Any] = ()) -> bool:
     """True if a call of `target`, a function or the name of a method, may write to what it is given."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     schema = getattr(target, "_schema", None)
     if (schema is not None and schema.is_mutable) or "out" in kwargs or kwargs.get("inplace"):
         return True
+    place = _place_of_inplace(target) if isinstance(target, FunctionType) else None
+    if place is not None and any(args[place : place + 1]):  # `F.relu(x, True)`
+        return True
     if name.startswith("__") and name.endswith("__"):  # `Tensor.__iadd__`
         return name[2:-2] in _IN_PLACE
     is_named_so = name.endswith("_") and not name.endswith("__")
     return name in _IN_PLACE or (is_named_so and name not in ("and_", "or_", "not_"))
+
+
+@lru_cache
+def _place_of_inplace(function: FunctionType) -> int | None:
+    """The place of the parameter `inplace` of a function of Python's; None without one."""
+    names = list(signature(function).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 _IN_PLACE = (

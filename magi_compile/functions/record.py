@@ -186,7 +186,7 @@ class _Recorder(TorchFunctionMode):
             raise UnreadableError(f"`{name}` is random")
         if any(isinstance(item, _Symbol) for item in items):
             return self.call(func, args, kwargs)
-        if writes(func, kwargs):
+        if writes(func, kwargs, args):
             raise UnreadableError(f"`{name}` writes to a tensor that is not made of b, h, q or kv")
         result = func(*args, **kwargs)
         tensors = [item for item in items if isinstance(item, Tensor)]

@@ -124,3 +124,20 @@ def test_between_two_attentions(made, write, is_local):
     # Lists that the graph makes are nodes of their own each time.
     is_shared = write == "another tensor" and made is within
     assert len(of_masks) == (1 if is_shared else 2)
+
+
+def test_inplace_by_its_place():
+    """PyTorch's functions take `inplace` by its place as well."""
+    torch._dynamo.reset()
+
+    def attend_twice(q, k, v, x):
+        first = flex_attention(q, k, v, block_mask=within(x))
+        torch.nn.functional.hardtanh(x, 12.0, 13.0, True)
+        return first, flex_attention(q, k, v, block_mask=within(x))
+
+    qkv, distance = torch.randn(3, 1, 2, S, 16), (torch.arange(S)[:, None] - torch.arange(S)).abs()
+    attend = torch.compile(attend_twice, backend=make_backend("aot_eager"))
+    for x, width in zip(attend(*qkv, torch.tensor([4.0])), (4, 12), strict=True):
+        torch.testing.assert_close(
+            x, scaled_dot_product_attention(*qkv, attn_mask=distance < width)
+        )
