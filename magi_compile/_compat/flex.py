@@ -57,7 +57,7 @@ def is_exported_lookup(node: torch.fx.Node) -> bool:
 
 
 def watch_flex_attention(
-    allows_cpu_training: Callable[[Any], bool], notice_eager: Callable[[], None]
+    allows_cpu_training: Callable[[Any], bool], notice_eager: Callable[[], str]
 ) -> None:
     """Has PyTorch's FlexAttention ask us, from now on, in two places; everything else stays as it is.
 
@@ -65,7 +65,8 @@ def watch_flex_attention(
         allows_cpu_training: whether CPU tensors that need gradients are welcome, asked while Dynamo traces for a
             backend, which is the argument, or while torch.export runs the model (None).
         notice_eager: called before attention is computed eagerly: by FlexAttention itself, or where a graph broke at
-            its operator. Not where a graph that a compiler was given runs it.
+            its operator. Not where a graph that a compiler was given runs it. It returns why that happens inside of a
+            compiled function, which FlexAttention's refusal to train on a CPU then says too, else an empty text.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -74,16 +75,23 @@ def watch_flex_attention(
     validate_device = flex._validate_device
     notice = torch.compiler.disable(notice_eager)
 
+    @torch.compiler.disable
+    def validate_eager(query: Tensor, key: Tensor, value: Tensor) -> None:
+        reason = notice_eager()
+        try:
+            validate_device(query, key, value)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{error} {reason}".strip()) from None
+
     @torch._dynamo.assume_constant_result
     def is_welcome() -> bool:
         return allows_cpu_training(backend_that_dynamo_traces_for())
 
     def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
         if not torch.compiler.is_compiling():
-            notice()
-        elif query.device.type == "cpu" and is_welcome():
-            return
-        validate_device(query, key, value)
+            validate_eager(query, key, value)
+        elif query.device.type != "cpu" or not is_welcome():
+            validate_device(query, key, value)
 
     # Dynamo still reads it as a part of its callers, but does not compile it by itself: then it would not notice.
     torch._dynamo.eval_frame.skip_code(validate.__code__)

@@ -52,14 +52,17 @@ class FlexCall:
         q, k, v, score_mod, block_mask, scale, options, *buffers = arguments
         score_buffers, mask_buffers = (*buffers, (), ())[:2]
         block_lists = _given_block_lists(block_mask, gm, root)
+        mods = [getattr(gm, mod.target) for mod in (score_mod, block_mask[-1])]
+        for mod in mods:
+            _keep_floats_in_tensors(mod, value_of(q).dtype)
         return cls(
             node=node,
             q=q,
             k=k,
             v=v,
-            score_mod=getattr(gm, score_mod.target),
+            score_mod=mods[0],
             block_mask=block_mask,
-            mask_mod=getattr(gm, block_mask[-1].target),
+            mask_mod=mods[1],
             scale=scale,
             kernel_options=dict(options),
             score_buffers=tuple(score_buffers),
@@ -132,6 +135,18 @@ class FlexCall:
         if Path(path).is_relative_to(Path.cwd()):
             path = str(Path(path).relative_to(Path.cwd()))
         return f"{path}:{line} in {function}"
+
+
+def _keep_floats_in_tensors(mod: GraphModule, dtype: torch.dtype) -> None:
+    """Dynamo passes a Python float that has changed between calls as a tensor, of which the graph takes `item()`. Here
+    and in Inductor the tensor itself does as well: of `dtype` where that is float64, else of PyTorch's default."""
+    dtype = torch.float64 if dtype == torch.float64 else torch.get_default_dtype()
+    for node in mod.graph.find_nodes(op="call_method", target="item"):
+        (tensor,) = node.args
+        if tensor.op == "placeholder" and value_of(tensor).is_floating_point():
+            node.target, node.args = "to", (tensor, dtype)
+            node.meta.pop("example_value", None)
+            mod.recompile()
 
 
 def _is_returned(node: Node) -> bool:

@@ -52,7 +52,7 @@ def _allows_cpu_training(backend: Any) -> bool:
     return options_for(backend) is not None
 
 
-def notice_eager_attention() -> None:
+def notice_eager_attention() -> str:
     """Tells of attention that runs eagerly inside of a compiled function: the first time for a place as a warning.
 
     Noticed is FlexAttention at which a graph breaks (a mask_mod that prints or branches on data), which is called from
@@ -61,13 +61,16 @@ def notice_eager_attention() -> None:
     while compilation is off (`TORCHDYNAMO_DISABLE`, `set_stance("force_eager")`), and attention that is not
     FlexAttention.
 
+    Returns:
+        What it says; an empty text of attention that is not noticed.
+
     Raises:
         LoweringRefusedError: the compiled function is `strict`.
     """
     found = (options_for(backend) for backend in _compat.backends_around())
     options = next((options for options in found if options is not None), None)
     if options is None:
-        return
+        return ""
     own = notice_eager_attention.__name__  # Dynamo does not trace it, and says so
     breaks = [reason for reason in _compat.graph_breaks() if own not in reason][:MAX_BREAKS]
     message = (
@@ -75,7 +78,8 @@ def notice_eager_attention() -> None:
         "the function around it is compiled: "
         "the graph breaks there, in the mask_mod or the score_mod, or the code is excluded from compilation, Dynamo "
         "reached its recompile limit, or it leaves the function uncompiled, as under a dispatch "
-        "mode (FlopCounterMode) and, until torch.compiler.reset(), after an error in an earlier call. "
+        "mode (FlopCounterMode) and, until torch.compiler.reset(), after an error in this or an earlier call, as where "
+        "block_mask has other lengths than q and k. "
         + (f"Graph breaks so far: {'; '.join(breaks)}. " if breaks else "")
         + "A mask_mod must not print or branch on data. torch.compile with `fullgraph=True` raises "
         "where a graph breaks; TORCH_LOGS=graph_breaks,recompiles lists all places and reasons"
@@ -83,6 +87,7 @@ def notice_eager_attention() -> None:
     if options.strict:
         raise LoweringRefusedError(message)
     REPORT.warn_once(_caller(), message)
+    return message
 
 
 def _caller() -> str:

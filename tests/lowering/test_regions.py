@@ -134,6 +134,15 @@ def test_eager_attention_raises_under_strict(function, door):
         forward(torch.randn(BATCH, 2, SEQLEN, 16))
 
 
+def test_training_on_a_cpu_says_why_it_runs_eagerly():
+    """Also where the call is wrong: PyTorch looks at the device before it looks at the lengths."""
+    forward = torch.compile(attend, backend="magi")
+    with pytest.raises(NotImplementedError, match="block_mask has other lengths than q and k"):
+        forward(torch.randn(BATCH, 2, SEQLEN + 1, 16, requires_grad=True))
+    with pytest.raises(NotImplementedError, match=r"another device\.$"):
+        attend(torch.randn(BATCH, 2, SEQLEN, 16, requires_grad=True))
+
+
 def test_strict_as_an_option_of_torch_compile():
     forward = torch.compile(attend_printing, backend="magi", options={"magi.strict": True})
     with pytest.raises(LoweringRefusedError, match="runs eagerly"):

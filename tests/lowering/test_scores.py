@@ -114,6 +114,23 @@ def test_new_values_compile_nothing():
     assert len(REPORT.lowered) == 2
 
 
+@torch.no_grad()
+def test_a_float_that_changes():
+    """Dynamo makes a tensor of it from its second value on."""
+    mask, visible = both_masks(causal)
+
+    def slope(value):
+        return lambda score, b, h, q, kv: (score - value * (q - kv)) / (2 * value + 1)
+
+    function = compiled(lambda q, k, v, value: attend(q, k, v, mask, slope, [value]), "inductor")
+    for value in (0.1, 0.2, 0.3, 0.7):
+        q, k, v = qkv()
+        out, lse = function(q, k, v, value)
+        want, want_lse = dense(q, k, v, slope(value), visible)
+        torch.testing.assert_close((out, lse), (want, want_lse), atol=1e-5, rtol=1e-5)
+    assert "with x1 = value" in REPORT.lowered[-1].score
+
+
 def test_a_module_with_parameters_in_a_checkpoint():
     class Layer(torch.nn.Module):
         def __init__(self):
