@@ -346,7 +346,7 @@ class Times(TrainerCallback):
 
 class ByTrainer:
     """The same steps by Hugging Face's Trainer: its FSDP2, its loop and its loader, which plans in a worker. One rank
-    has neither FSDP2 nor context parallelism."""
+    has no context parallelism."""
 
     def __init__(self, args: argparse.Namespace):
         has_gpu, world = torch.cuda.is_available(), int(os.environ["WORLD_SIZE"])
@@ -357,9 +357,8 @@ class ByTrainer:
 
             ring = TorchContextParallelConfig(cp_comm_strategy=args.rotate)
             more["parallelism_config"] = ParallelismConfig(cp_size=world, cp_handler=ring)
-        if world > 1:
-            layer = "Qwen3DecoderLayer"
-            more |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": [layer]}}
+        layer = "Qwen3DecoderLayer"
+        more |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": [layer]}}
         arguments = TrainingArguments(
             tempfile.mkdtemp(),
             per_device_train_batch_size=args.documents,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -268,11 +269,10 @@ def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed."""
     device = arguments.device_of(args.device)
     presets = [PRESETS[name] for name in args.preset]
-    cases = [c for preset in presets for c in _filtered(preset.cases(args.level, device), args)]
+    cases = _filtered([case for x in presets for case in x.cases(args.level, device)], args)
+    _check_filters(cases, args)
     if not cases:
-        raise ValueError(
-            f"no {args.level} case of {', '.join(args.preset)} matches the options; `--dry-run` without them lists all"
-        )
+        raise ValueError(f"no {args.level} case of {', '.join(args.preset)} matches the options")
     preset = presets[0]
     names = _contenders(args, preset, device)
     if args.dry_run:
@@ -300,23 +300,40 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row["is_ours"] for row in failed))
 
 
+def _filters(args: argparse.Namespace) -> dict[str, list[Any]]:
+    """The values that are asked for, by option; each is an attribute of a case, in the plural."""
+    options = ("masks", "seqlens", "heads", "blocks", "densities")
+    return {name: found for name in options if (found := getattr(args, name, None))}
+
+
+def _of(option: str) -> Callable[[Case], Any]:
+    """The attribute of a case that an option filters by."""
+    return attrgetter({"heads": "heads", "densities": "density"}.get(option, option[:-1]))
+
+
+def _check_filters(cases: list[Case], args: argparse.Namespace) -> None:
+    """Raises ValueError where no case has a value that is asked for."""
+    for option, wanted in _filters(args).items():
+        known = set(map(_of(option), cases))
+        if missing := [x for x in wanted if x not in known]:
+            raise ValueError(
+                f"`--{option}` {missing[0]} is in no {args.level} case of {', '.join(args.preset)} that matches the "
+                "other options; `--dry-run` without them lists all"
+            )
+
+
 def _filtered(cases: list[Case], args: argparse.Namespace) -> list[Case]:
-    """The cases that the filters leave. Lengths and heads that a preset lacks replace its own."""
-    for name, wanted in (
-        ("mask", args.masks),
-        ("seqlen", args.seqlens),
-        ("heads", args.heads),
-        ("block", getattr(args, "blocks", None)),
-        ("density", getattr(args, "densities", None)),
-    ):
-        if not wanted:
-            continue
-        kept = [case for case in cases if getattr(case, name) in wanted]
-        if not kept and name == "seqlen":
-            kept = [replace(case, seqlen=seqlen) for case in cases for seqlen in wanted]
-        elif not kept and name == "heads":
-            pairs = [tuple(map(int, heads.split(":"))) for heads in wanted]
-            kept = [replace(case, nheads_q=q, nheads_kv=kv) for case in cases for q, kv in pairs]
+    """The cases that the filters leave. A length or heads that no preset has are put in place of theirs."""
+    for option, wanted in _filters(args).items():
+        value = _of(option)
+        known = set(map(value, cases))
+        kept = [case for case in cases if value(case) in wanted]
+        for new in (x for x in wanted if x not in known):
+            if option == "seqlens":
+                kept += [replace(case, seqlen=new) for case in cases]
+            elif option == "heads":
+                q, kv = map(int, new.split(":"))
+                kept += [replace(case, nheads_q=q, nheads_kv=kv) for case in cases]
         cases = kept
     changes = {name: getattr(args, name) for name in ("dtype", "lengths", "seed")}
     changes = {name: value for name, value in changes.items() if value is not None}
