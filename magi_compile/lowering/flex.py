@@ -18,15 +18,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, output_like
 from magi_compile.lowering.across_ranks import emit_across_ranks, plan_of
 from magi_compile.lowering.analysis import Analysis, analyze, decision_on
-from magi_compile.lowering.emit import Emitter, value_key, value_of
-from magi_compile.lowering.flex_call import FlexCall, graphs, may_write
+from magi_compile.lowering.emit import Emitter, value_of
+from magi_compile.lowering.flex_call import FlexCall, graphs, may_write, writes_to
 from magi_compile.lowering.masks import Mask, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
@@ -340,13 +339,7 @@ def _writes_to_mask(call: FlexCall, writers: Sequence[Node]) -> list[Node]:
     """Those of `writers` that may change what the mask of a call reads: calls with the same mask, and a write between
     them, have two masks."""
     read = [value_of(node) for node in (*call.mask_tables, *call.block_lists)]
-
-    def is_read(node: Node) -> bool:
-        given = (x.meta.get(value_key(x)) for x in node.all_input_nodes)
-        tensors = [x for x in given if isinstance(x, Tensor)]
-        return any(_compat.share_memory(x, table) for x in tensors for table in read)
-
-    return [node for node in writers if is_read(node)]
+    return [node for node in writers if writes_to(node, read)]
 
 
 def _replace_outputs(call: FlexCall, outputs: Sequence[Node]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from magi_compile import _compat
 from magi_compile.functions.names import is_in_place
-from magi_compile.lowering.emit import Emitter, value_of
+from magi_compile.lowering.emit import Emitter, value_key, value_of
 from magi_compile.masks.evaluation.sizes import Heads
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -199,6 +201,15 @@ def may_write(node: Node) -> bool:
         called = [x for x in inner if x is not None]
         return not called or any(may_write(x) for module in called for x in module.graph.nodes)
     return is_in_place(node)
+
+
+def writes_to(node: Node, tensors: Sequence[torch.Tensor]) -> bool:
+    """True if a node of a graph may write to memory of one of `tensors`, which are fake."""
+    if not may_write(node):
+        return False
+    given = tree_leaves([x.meta.get(value_key(x)) for x in node.all_input_nodes])
+    written = [x for x in given if isinstance(x, torch.Tensor)]
+    return any(_compat.share_memory(x, y) for x in written for y in tensors)
 
 
 def _inner_graph(node: Node) -> GraphModule | None:

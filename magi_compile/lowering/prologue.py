@@ -22,8 +22,8 @@ from torch.fx import Graph, GraphModule, Node
 from magi_compile import _compat
 from magi_compile._checks import as_raised, raise_pending
 from magi_compile._kept import Made, Memo
-from magi_compile.functions.names import is_in_place
 from magi_compile.lowering.emit import value_key, value_of
+from magi_compile.lowering.flex_call import writes_to
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
 from magi_compile.ops.masks import (  # noqa: F401  (define the ops)
     mask_bits,
@@ -145,7 +145,9 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
     `example_inputs` are what Dynamo gave for its inputs.
     """
     is_whole = len(root.graph.find_nodes(op="placeholder")) == len(example_inputs)
-    if not is_whole or not any(map(_is_from_outside, root.graph.nodes)) or _writes_to_inputs(root):
+    masks = [node for node in root.graph.nodes if _is_from_outside(node)]
+    read_by_masks = [value_of(x) for x in _needed_by(masks) if _is_tensor_input(x)]
+    if not (is_whole and masks) or any(writes_to(x, read_by_masks) for x in root.graph.nodes):
         return Split(root, example_inputs)
     whole, root = root, _compat.copy_of_dynamo_graph(root)
     placeholders = root.graph.find_nodes(op="placeholder")
@@ -200,7 +202,7 @@ def _module_of(
     for node in sorted(made, key=lambda node: not _is_given(node)):
         if _is_given(node):
             source, dim = node.args if _is_size_of_input(node) else (node, None)
-            is_tensor = source is node and isinstance(value_of(node), Tensor)
+            is_tensor = source is node and _is_tensor_input(node)
             places.append(GraphInput(placeholders.index(source), dim, is_tensor))  # type: ignore[arg-type]
             copies[node] = graph.placeholder(node.name)
         else:
@@ -226,7 +228,7 @@ def _erase_unread_inputs(graph: Graph, placeholders: Sequence[Node]) -> list[int
     """
     read = []
     for number, entry in enumerate(placeholders):
-        if not entry.users and isinstance(value_of(entry), Tensor):
+        if not entry.users and _is_tensor_input(entry):
             graph.erase_node(entry)
         else:
             read.append(number)
@@ -256,6 +258,10 @@ def _is_size_of_input(node: Node) -> bool:
     return isinstance(source, Node) and source.op == "placeholder"
 
 
+def _is_tensor_input(node: Node) -> bool:
+    return node.op == "placeholder" and isinstance(value_of(node), Tensor)
+
+
 def _is_given(node: Node) -> bool:
     """True if it is an argument of the prologue."""
     return node.op == "placeholder" or _is_size_of_input(node)
@@ -275,13 +281,3 @@ def _belongs_to(node: Node, masks: Sequence[Node]) -> bool:
 
 def _is_used_outside(node: Node, taken: Sequence[Node]) -> bool:
     return any(user not in taken for user in node.users)
-
-
-def _writes_to_inputs(root: GraphModule) -> bool:
-    """True if anything in the graph may write to a tensor that it did not make."""
-    return any(
-        is_in_place(node)
-        for module in root.modules()
-        if isinstance(module, GraphModule)
-        for node in module.graph.nodes
-    )

@@ -148,6 +148,34 @@ def test_a_graph_that_writes_to_its_inputs_derives_its_masks_itself(derived):
     assert not derived
 
 
+def test_writes_to_parts_of_an_input(derived):
+    """A list of views goes to one operator."""
+
+    def shifted(x, mask, document):
+        torch._foreach_add_(document.split(30), 1)
+        return attend(x, mask)
+
+    document = ids(40, 90)
+    mask = mask_of(document)
+    compiled = torch.compile(shifted, backend=make_backend("aot_eager"), fullgraph=True)
+    for _ in range(2):
+        check(lambda x, mask: compiled(x, mask, document), mask)
+    assert not derived
+
+
+def test_writes_to_what_no_mask_reads(derived):
+    def counted(x, mask, steps):
+        steps.add_(1)
+        return attend(x, mask)
+
+    steps, mask = torch.zeros(()), mask_of(ids(40, 90))
+    compiled = torch.compile(counted, backend=make_backend("aot_eager"), fullgraph=True)
+    for _ in range(3):
+        check(lambda x, mask: compiled(x, mask, steps), mask)
+    assert len(derived) == 1
+    assert steps == 3
+
+
 def test_verify_derives_in_every_run(derived):
     backend = make_backend("eager", magi_compile.LoweringOptions(verify=True))
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
