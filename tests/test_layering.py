@@ -2,9 +2,11 @@
 integrations."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
@@ -72,6 +74,26 @@ def test_no_room_of_masks_imports_one_to_its_right():
             parts[2] for parts in names if parts[:2] == [PACKAGE.name, "masks"] and len(parts) > 2
         }
         assert all(MASKS.index(room) <= own for room in rooms), f"{path} imports {rooms}"
+
+
+def test_cuda_folders_include_no_circle():
+    cuda = PACKAGE.parent / "csrc" / "sm90"
+    included: dict[str, set[str]] = {}
+    for path in cuda.rglob("*.cu*"):
+        names = re.findall(r'^#include "(.+)/[^/]+"', path.read_text(), re.MULTILINE)
+        included.setdefault(str(path.parent.relative_to(cuda)), set()).update(names)
+    order = TopologicalSorter({folder: names - {folder} for folder, names in included.items()})
+    assert "common" in list(order.static_order())  # which raises CycleError
+
+
+def test_rooms_of_hopper_kernels_import_no_circle():
+    room = "magi_compile.kernels.sm90."
+    imported: dict[str, set[str]] = {}
+    for path in (PACKAGE / "kernels" / "sm90").rglob("*/*.py"):
+        names = {x.removeprefix(room).split(".")[0] for x in imported_modules(path) if room in x}
+        imported.setdefault(path.parent.name, set()).update(names)
+    order = TopologicalSorter({x: (names & set(imported)) - {x} for x, names in imported.items()})
+    assert "runtime" in list(order.static_order())  # which raises CycleError
 
 
 def test_no_layer_imports_the_face_of_the_package():

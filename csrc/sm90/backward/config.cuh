@@ -3,7 +3,7 @@
 
 #include "backward/params.cuh"
 #include "backward/schedule/cluster.cuh"
-#include "backward/walk.cuh"
+#include "backward/schedule/walk.cuh"
 #include "common/choose.cuh"
 #include "common/ptx.cuh"
 #include "common/statistics.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backward/params.cuh"
-#include "backward/walk.cuh"
+#include "backward/schedule/walk.cuh"
 #include "common/block.cuh"
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"

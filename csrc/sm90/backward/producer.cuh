@@ -4,7 +4,7 @@
 
 #include "backward/config.cuh"
 #include "backward/schedule/queue.cuh"
-#include "backward/walk.cuh"
+#include "backward/schedule/walk.cuh"
 #include "visibility/block_map.cuh"
 #include "visibility/block_table.cuh"
 #include "common/pipeline.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/choose.cuh"
-#include "common/key_loader.cuh"
+#include "keys/key_loader.cuh"
 #include "common/pipeline.cuh"
 #include "common/ptx.cuh"
 #include "common/store.cuh"

@@ -2,7 +2,7 @@
 // registers.
 #pragma once
 
-#include "common/key_block.cuh"
+#include "keys/key_block.cuh"
 #include "common/pipeline.cuh"
 #include "common/product.cuh"
 #include "common/softmax.cuh"

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "visibility/block_map.cuh"
-#include "common/key_loader.cuh"
+#include "keys/key_loader.cuh"
 #include "common/pipeline.cuh"
 #include "forward/config.cuh"
 #include "forward/scheduler_overlap.cuh"

@@ -22,7 +22,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,10 +30,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.call.arguments import Options
-from magi_compile.dtensor.call.execution import DevicePlan
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, is_recorded
 from magi_compile.ops.validation import DTYPES
+
+if TYPE_CHECKING:
+    from magi_compile.dtensor.call.arguments import Options
+    from magi_compile.dtensor.call.execution import DevicePlan
 
 EVERY = 256  # calls of a group with tensors on GPUs
 KEPT = 1024  # kinds of calls

@@ -25,6 +25,7 @@ from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.plan import Plan
 from magi_compile.kernels.scored import ScoreNeeds, refusals_of_atomics, refuse_atomics
 from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward
+from magi_compile.kernels.sm90.backward.table_gradients import table_gradients_variant
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward, forward_variant
@@ -48,7 +49,6 @@ from magi_compile.kernels.sm90.planner.tile_plan import (
 )
 from magi_compile.kernels.sm90.runtime import ahead
 from magi_compile.kernels.sm90.scores.arguments import source_of
-from magi_compile.kernels.sm90.scores.gradients import table_gradients_variant
 from magi_compile.kernels.sm90.scores.source import ScoreSource, score_source
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.block_table import BlockTable

@@ -23,7 +23,7 @@
 #pragma once
 
 #include "backward/schedule/agenda.cuh"
-#include "backward/walk.cuh"
+#include "backward/schedule/walk.cuh"
 #include "common/block.cuh"
 #include "common/tile_plan.cuh"
 

@@ -2,7 +2,7 @@
 // memory.
 #pragma once
 
-#include "common/key_loader.cuh"
+#include "keys/key_loader.cuh"
 #include "common/pipeline.cuh"
 #include "scores/gradients/params.cuh"
 

@@ -5,7 +5,7 @@
 //     for each look-up: dS times how the new score changes with what was looked up, added where that lies
 #pragma once
 
-#include "common/key_block.cuh"
+#include "keys/key_block.cuh"
 #include "common/pipeline.cuh"
 #include "common/product.cuh"
 #include "common/wgmma.cuh"

@@ -1,7 +1,7 @@
 // The thread that loads a tile's Q and dO, and streams K and V of its runs.
 #pragma once
 
-#include "common/key_loader.cuh"
+#include "keys/key_loader.cuh"
 #include "common/tile_plan.cuh"
 #include "scores/gradients/config.cuh"
 

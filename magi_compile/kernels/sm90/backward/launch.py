@@ -29,6 +29,10 @@ from magi_compile.kernels.mapped import (
 )
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.sm90.backward.order import turns_of_tiles
+from magi_compile.kernels.sm90.backward.table_gradients import (
+    GradientsPlaces,
+    table_gradients_launch,
+)
 from magi_compile.kernels.sm90.backward.variants import (
     STREAM_THREADS,
     backward_variants,
@@ -59,7 +63,6 @@ from magi_compile.kernels.sm90.runtime.driver import (
 )
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
 from magi_compile.kernels.sm90.scores.arguments import ScoreArguments
-from magi_compile.kernels.sm90.scores.gradients import GradientsPlaces, table_gradients_launch
 from magi_compile.plan.tiles import TILE_FIELDS, Walk
 from magi_compile.score.program import ScoreCall
 

@@ -20,7 +20,7 @@ SOURCE = """
 #define __forceinline__ inline
 using std::max;
 using std::min;
-#include "backward/walk.cuh"
+#include "backward/schedule/walk.cuh"
 
 extern "C" int walk(const int* run, int num_groups, bool is_ascending, int (*visits)[3]) {
     const ffa::backward::RunWalk<64> walk{*reinterpret_cast<const ffa::Run*>(run), num_groups, is_ascending};

@@ -10,10 +10,10 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import forward_config, table_gradients_config
+from magi_compile.kernels.sm90.backward.table_gradients import table_gradients_variant
 from magi_compile.kernels.sm90.backward.variants import backward_variants, keeps_slopes
 from magi_compile.kernels.sm90.forward.launch import forward_variant
 from magi_compile.kernels.sm90.runtime.nvrtc import compile_variant
-from magi_compile.kernels.sm90.scores.gradients import table_gradients_variant
 from magi_compile.kernels.sm90.scores.source import score_source
 from magi_compile.score.read import trace_score_program
 from tests.score.score_mods import CASES

@@ -1,7 +1,7 @@
 // How blocks of K and V come into their rings: in the forward kernel, and in that of gradients of captured tensors.
 #pragma once
 
-#include "common/key_block.cuh"
+#include "keys/key_block.cuh"
 #include "common/pipeline.cuh"
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
