@@ -33,7 +33,7 @@ MOST = {
 MOST_OF_NEW = {
     ("emulated", EARLY): ((1100, 90), (1100, 60)),
     ("emulated", ONE_CALL): ((770, 90), (790, 95)),
-    ("all_to_all", EARLY): ((640, 20), (660, 40)),
+    ("all_to_all", EARLY): ((1100, 90), (1100, 60)),
 }
 
 
@@ -80,8 +80,11 @@ def num_operators(run):
 def count_new(group, collective, options):
     found = []
     with hopper_on_cpus.idle_hopper():
+        # Documents of this test alone: what is derived from a plan serves the next equal one.
+        first = 1 + 3 * [*MOST_OF_NEW].index((collective, options))
         backward_of = [
-            passes_of(group, collective, options, [700, n, 90, 1258 - n]) for n in (1, 2, 3)
+            passes_of(group, collective, options, [700, n, 90, 1258 - n])
+            for n in range(first, first + 3)
         ]
         for forward, backward in backward_of[:1] * 2:
             backward(forward())

@@ -7,6 +7,7 @@ from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads, plan_c
 from magi_compile.dtensor.planning.dispatch import STRATEGIES, dispatch
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import SQUARE
+from tests.support.pairwise import pairwise
 
 CHUNK = 16
 
@@ -52,9 +53,11 @@ def buffers_of(where, stages, stage):
     return buffers
 
 
-@pytest.mark.parametrize("degree", [0, 1, 3])
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("case", SQUARE.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "cp_size", "degree"),
+    pairwise(SQUARE.values(), [1, 2, 3, 8], [0, 1, 3], others_are_slow=True),
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_stages_cover_the_mask_once(case, cp_size, degree):
     slices = case.slices()
     check_stages(slices, *all_stages(slices, cp_size, degree))

@@ -16,13 +16,16 @@ from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import SQUARE, documents
 from tests.support.cases import random_disjoint, sliding_window, varlen
 from tests.support.packs import packs_of_corpus
+from tests.support.pairwise import pairwise
 
 COMPUTE_BOUND = CostModel(seconds_per_area=1.0, seconds_per_row=0.0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("case", SQUARE.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "cp_size", "strategy"),
+    pairwise(SQUARE.values(), [1, 2, 3, 8], STRATEGIES, others_are_slow=True),
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_every_token_has_one_place(case, cp_size, strategy):
     plan = dispatch(case.slices(), cp_size, chunk_size=32, strategy=strategy)
     assert plan.cp_size == cp_size

@@ -6,6 +6,7 @@ import struct
 import torch
 
 from magi_compile.kernels.sm90.backward import launch as backward
+from magi_compile.kernels.sm90.backward import table_gradients
 from magi_compile.kernels.sm90.forward import launch as forward
 from magi_compile.kernels.sm90.forward import overlap as early
 from magi_compile.kernels.sm90.forward import split_kv
@@ -14,7 +15,6 @@ from magi_compile.kernels.sm90.planner import block_map
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, Struct
-from magi_compile.kernels.sm90.scores import gradients
 
 
 def address_map(address: int) -> bytes:
@@ -38,7 +38,7 @@ def install(monkeypatch) -> list[bytes]:
 def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> None:
     """The host's code finds a GPU of `num_sms` SMs, which is this CPU, and these functions in place of the driver's."""
     clear_caches()
-    attention = (forward, split_kv, early, backward, gradients)
+    attention = (forward, split_kv, early, backward, table_gradients)
     for module in (*attention, planner, block_map, mask_slices, mask_bits):
         monkeypatch.setattr(module, "load_function", load_function)
     for module in attention:

@@ -16,6 +16,7 @@ from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from tests.kernels.support.cpp import compile_library
 from tests.support.cases import MASKS, Case, one, varlen
+from tests.support.pairwise import pairwise as pairs
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP = (
@@ -347,16 +348,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("group", [1, 5, 6, 8, 64])
-@pytest.mark.parametrize("num_blocks", [4, 132], ids=["many_tiles", "few_tiles"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "num_blocks", "group"),
+    pairs(CASES, [4, 132], [1, 5, 6, 8, 64], others_are_slow=True),
+    ids=lambda x: getattr(x, "id", x),
+)
 def test_every_tile_for_every_head(case, num_blocks, group, library):
     check(library, case, Sizes(group, num_blocks))
 
 
-@pytest.mark.parametrize("group", [6, 8])
-@pytest.mark.parametrize("num_blocks", [44, 60, 110])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "num_blocks", "group"),
+    pairs(CASES, [44, 60, 110], [6, 8], others_are_slow=True),
+    ids=lambda x: getattr(x, "id", x),
+)
 def test_few_tiles_of_one_section(case, num_blocks, group, library):
     check(library, case, Sizes(group, num_blocks, heads_per_section=4))
 

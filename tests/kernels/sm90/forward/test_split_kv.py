@@ -41,6 +41,7 @@ from tests.kernels.support.one_thread import compile_for_one_thread
 from tests.kernels.support.split_walk import SplitWalk
 from tests.plan.walked import seen
 from tests.support.cases import random_disjoint
+from tests.support.pairwise import pairwise
 
 SIZES = PlanTiles(64, 16, 64, 32)
 NUM_SMS, LEAST_BLOCKS = 16, 4
@@ -121,9 +122,10 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])
-@pytest.mark.parametrize("max_splits", [2, 10, 64])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("mask", "max_splits", "exact"),
+    pairwise(MASKS, [2, 10, 64], [True, False], others_are_slow=True),
+)
 def test_splits_make_up_their_tiles(mask, max_splits, exact, cut):
     slices = MASKS[mask]
     tiles, runs, edges, plan = cut(slices, max_splits, exact=exact)

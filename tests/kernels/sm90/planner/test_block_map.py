@@ -17,6 +17,7 @@ from magi_compile.plan.block_map import ListShape
 from tests.kernels.support import idle_driver
 from tests.kernels.support.cpp import compile_library
 from tests.plan.torch_walks import plan_of_lists
+from tests.support.pairwise import pairwise
 
 CPU = torch.device("cpu")
 MAIN = """
@@ -224,9 +225,9 @@ def table_of(shape, order="in order", seed=0, density=0.3):
     return BlockTable(listed, *blocks)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "order"), pairwise(TABLES, [64, 128, 256], ORDERS, others_are_slow=True)
+)
 def test_tables_on_the_host(name, head_dim, order, on_host):
     *sizes, num_q, num_k = TABLES[name]
     shape = ListShape(*sizes, 64, 64, 0, num_q, num_k)
@@ -287,9 +288,15 @@ def visits_of(walk, shape):
     return (words[..., None] >> torch.arange(32) & 1).flatten(-2).bool()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("kind", ["window", *INTERVALS])
-@pytest.mark.parametrize("name", ["heads", "entries", "ragged", "tall", "wide", "uneven"])
+@pytest.mark.parametrize(
+    ("name", "kind", "head_dim"),
+    pairwise(
+        ["heads", "entries", "ragged", "tall", "wide", "uneven"],
+        ["window", *INTERVALS],
+        [64, 128, 256],
+        others_are_slow=True,
+    ),
+)
 def test_both_walks_visit_the_same(name, kind, head_dim):
     """The backward, where additions have an order, reads in the lines of queries who comes before: a tile that is
     counted there and never comes would be waited for without an end."""
@@ -304,10 +311,10 @@ def test_both_walks_visit_the_same(name, kind, head_dim):
     assert_same_visits(plan_of_lists(lists, shape, problem, intervals), shape, problem)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("kind", [None, *INTERVALS])
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    ("name", "kind", "head_dim", "order"),
+    pairwise(TABLES, [None, *INTERVALS], [64, 128, 256], ORDERS, others_are_slow=True),
+)
 def test_both_walks_of_a_table_visit_the_same(name, kind, head_dim, order):
     *sizes, num_q, num_k = TABLES[name]
     count = {None: 0, "two": 2}.get(kind, 1)
