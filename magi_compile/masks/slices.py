@@ -214,7 +214,20 @@ class AttnSlices:
     def from_slices(
         cls, slices: Iterable[AttnSlice], seqlen_q: int | None = None, seqlen_k: int | None = None
     ) -> AttnSlices:
-        """Slices on the host from `AttnSlice` items; see `from_lists`."""
+        """Slices on the host.
+
+        Args:
+            slices: `AttnSlice` items, or tuples of a range of rows, a range of keys and a MaskType.
+            seqlen_q: rows of the mask; None for the last row of a slice.
+            seqlen_k: keys of the mask; None for the last key of a slice.
+
+        Returns:
+            The slices in this order.
+
+        Raises:
+            TypeError: `slices` is no list, or an entry has no MaskType.
+            ValueError: an entry is no slice, or a range does not lie in the mask.
+        """
         if not isinstance(slices, Iterable):
             raise TypeError(f"`slices` must be a list of AttnSlice, got {slices!r}")
         q_ranges, k_ranges, mask_types = [], [], []
@@ -243,7 +256,19 @@ class AttnSlices:
     def sliding_window(
         cls, seqlen_q: int, seqlen_k: int | None, window: tuple[int | None, int | None]
     ) -> AttnSlices:
-        """One document with a window; see `from_cu_seqlens`."""
+        """One document in which a row sees a window of keys.
+
+        Args:
+            seqlen_q: rows.
+            seqlen_k: keys; None for as many.
+            window: keys to the left and to the right of a row's own, aligned bottom-right; None or -1 for all.
+
+        Returns:
+            The mask.
+
+        Raises:
+            ValueError: a length or a side of the window is no int, or out of range.
+        """
         for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
             if seqlen is not None and not (is_int(seqlen) and 0 <= seqlen < MAX_SEQLEN):
                 raise ValueError(f"`{name}` must be an int in [0, 2**30), got {seqlen!r}")
@@ -298,7 +323,18 @@ class AttnSlices:
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> AttnSlices:
-        """Slices of a bool mask `[seqlen_q, seqlen_k]`, True where a row sees a key; in normal form."""
+        """Slices of a dense mask.
+
+        Args:
+            mask: bool, `[seqlen_q, seqlen_k]`, True where a row sees a key.
+
+        Returns:
+            The slices in normal form, on its device.
+
+        Raises:
+            TypeError: `mask` is no tensor of bools.
+            ValueError: it has other than two dimensions.
+        """
         if not isinstance(mask, Tensor):
             raise TypeError(f"`mask` must be a tensor, got {type(mask).__name__}")
         if mask.dtype != torch.bool:
@@ -510,14 +546,37 @@ class AttnSlices:
     # Operations. All of them run on the host: slices on a GPU are copied, the results go back.
 
     def restrict_q(self, begin: int, end: int) -> AttnSlices:
-        """The slices of the rows `[begin, end)`, in the same coordinates. Exact; empty slices are dropped."""
+        """The mask without the other rows, exactly.
+
+        Args:
+            begin: the first row that stays.
+            end: the first row behind these.
+
+        Returns:
+            Slices in the same coordinates; empty ones are dropped.
+
+        Raises:
+            TypeError: a bound is no int.
+            ValueError: the range does not lie in the rows.
+        """
         check_range("begin, end", begin, end, "seqlen_q", self.seqlen_q)
         return self._with_rects(self.rects().clipped(begin, end).live())
 
     def restrict_k(self, begin: int, end: int) -> AttnSlices:
-        """The slices of the keys `[begin, end)`, in the same coordinates. Exact; empty slices are dropped.
+        """The mask without the other keys, exactly.
 
         A slice with moving edges becomes up to three: where the clip binds, the edge stands still.
+
+        Args:
+            begin: the first key that stays.
+            end: the first key behind these.
+
+        Returns:
+            Slices in the same coordinates; empty ones are dropped.
+
+        Raises:
+            TypeError: a bound is no int.
+            ValueError: the range does not lie in the keys.
         """
         check_range("begin, end", begin, end, "seqlen_k", self.seqlen_k)
         return self._with_rects(self.rects().clipped_to_columns(begin, end).straight().live())

@@ -66,6 +66,22 @@ class CostModel:
         of 400 Gbit/s to other hosts.
 
         Those of stages are measured: forward 22 to 31 ns a row of 64 heads of 128, whatever the mask, backward 50.
+
+        Args:
+            nheads_q: query heads of a rank.
+            nheads_kv: heads of keys and values.
+            head_dim: of q, k and v.
+            bytes_per_value: of k and v.
+            flops_per_second: of the attention kernel, FLOP/s.
+            bytes_per_second: a rank receives between GPUs of a host, bytes/s.
+            bytes_per_second_between_hosts: the same from other hosts.
+
+        Returns:
+            The model, in seconds.
+
+        Raises:
+            TypeError: an argument is no number.
+            ValueError: a number of heads, a size or a rate is out of range.
         """
         check_heads(nheads_q, nheads_kv, head_dim=head_dim, bytes_per_value=bytes_per_value)
         rates = {

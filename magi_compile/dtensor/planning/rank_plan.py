@@ -274,9 +274,22 @@ def plan_rank_ahead(
     """`plan_rank` on a thread of its own, with the same arguments, for the next batch while this one is computed; plans
     queue up. See `plan_ahead` for `plan`.
 
-    `result()` gives the plan, or raises as `plan_rank` does. Its tensors are put on `device` as well; None leaves that
-    to `RankPlan.tensors`. Once done, `plan_rank` finds the plan too. The future belongs to this process: in a fork, for
-    example a worker of a DataLoader, ask again.
+    Once done, `plan_rank` finds the plan too. The future belongs to this process: in a fork, for example a worker of a
+    DataLoader, ask again.
+
+    Args:
+        slices: the mask of the whole sequence, on the host.
+        cp_size: ranks.
+        rank: of the plan, in `[0, cp_size)`.
+        options: of the plan.
+        device: on which the plan's tensors are put; None leaves that to `RankPlan.tensors`.
+
+    Returns:
+        A future whose `result()` gives the plan, or raises as `plan_rank` does.
+
+    Raises:
+        TypeError: `device` is no device.
+        ValueError: it is one that this machine lacks.
     """
     where = None if device is None else check_device(device)
 

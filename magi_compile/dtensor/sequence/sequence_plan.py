@@ -290,7 +290,26 @@ class SequencePlan(SpreadTokens):
         *,
         return_max_scores: bool = False,
     ) -> AttnOutput:
-        """Attention by `meta`, which says what that of the plan says, shaped as q is."""
+        """Attention of this rank's rows by `meta`, a tensor that says what `self.meta` says.
+
+        Args:
+            q: `[B, H, seqlen_local, D]` or `[seqlen_local, H, D]`, on the device of the mesh, or DTensors.
+            k: the same with the heads of keys, of as many rows as this rank has keys.
+            v: likewise; its head_dim may be another.
+            meta: int64, `[numbers]`, on the CPU.
+            scale: of the scores; None for `D ** -0.5`.
+            softcap: of the scores; 0 for none.
+            score_mod: of FlexAttention, by positions of the whole sequence.
+            return_max_scores: whether `max_scores` is computed.
+
+        Returns:
+            `out`, shaped as q with v's head_dim; `lse` and `max_scores`, fp32 `[B, H, seqlen_local]` or
+            `[H, seqlen_local]`.
+
+        Raises:
+            TypeError: q, k or v is no tensor.
+            ValueError: shapes or devices do not fit each other or the plan.
+        """
         for name, x in {"q": q, "k": k, "v": v}.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
