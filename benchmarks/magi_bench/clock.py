@@ -157,7 +157,7 @@ class Ready(NamedTuple):
     without_moves: Callable[[], Sequence[Tensor]] | None = None
 
 
-class Ahead:
+class Prefetched:
     """The inputs of calls to come, made by turn before their time is taken; the turns of everybody are the same."""
 
     def __init__(self, make: Callable[[int], Any]):

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from magi_bench import arguments, runner
 from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.clock import Ahead, Ready
+from magi_bench.clock import Prefetched, Ready
 from magi_bench.contenders.base import Contender, Layout, compiled
 from magi_bench.contenders.flash_attention import FlashAttention4
 from magi_bench.contenders.flex import FlexFlash, no_backward
@@ -189,7 +189,7 @@ class Compiled(Contender):
             mask = None if way.mask == "graph" else problem.new_mask(turn)
             return (*problem.pack(turn)[:3], mask)
 
-        return steps(self._model, loss_of, Ahead(make), case.which)
+        return steps(self._model, loss_of, Prefetched(make), case.which)
 
 
 class Flex(Compiled):
@@ -253,11 +253,11 @@ CONTENDERS: tuple[type[Compiled | MagiEager], ...] = (
 )
 
 
-def masks_of(problem: Problem, way: Way) -> Ahead:
+def masks_of(problem: Problem, way: Way) -> Prefetched:
     """The masks of calls to come: BlockMasks, or the document of each token, from which the call makes one."""
     if way.is_new:
-        return Ahead(partial(problem.new_mask, maker=way.mask))
-    return Ahead(lambda turn: problem.mask(0, way.mask))
+        return Prefetched(partial(problem.new_mask, maker=way.mask))
+    return Prefetched(lambda turn: problem.mask(0, way.mask))
 
 
 def _attend(

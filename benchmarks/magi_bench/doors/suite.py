@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from magi_bench import arguments, runner
 from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.clock import Ahead, Protocol, Ready, matmul_tflops
+from magi_bench.clock import Prefetched, Protocol, Ready, matmul_tflops
 from magi_bench.contenders.base import Contender
 from magi_bench.contenders.flex import no_backward
 from magi_bench.doors import torchtitan_runs
@@ -71,7 +71,7 @@ class Attention(Contender):
         is_eager = problem.gate is problem or case.mode == "eager"
         backend = "magi" if self.is_ours else "inductor"
         call = model if is_eager else torch.compile(model, backend=backend)
-        ahead = Ahead(lambda turn: door.make_inputs(settings, problem.tokens, turn))
+        ahead = Prefetched(lambda turn: door.make_inputs(settings, problem.tokens, turn))
         ahead.renew(1)
         self._facts: Row = {}
         self._before = _compat.num_compiled_graphs(), _compat.num_graph_breaks()

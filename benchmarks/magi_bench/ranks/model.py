@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.clock import Ahead, Ready
+from magi_bench.clock import Prefetched, Ready
 from magi_bench.contenders.base import Contender, compiled
 from magi_bench.contenders.flex import no_backward
 from magi_bench.gate import Check, Truth
@@ -109,7 +109,7 @@ class Training(Contender):
             with self.spread(*made) as part:
                 yield part.tokens, part.targets, batch.document, part.mask, part.positions, count
 
-        return steps(model, loss_of, Ahead(make), case.which, around, self.world)
+        return steps(model, loss_of, Prefetched(make), case.which, around, self.world)
 
     def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
         return problem.truth.check(results, problem.total)
@@ -137,12 +137,12 @@ class MagiTraining(Training):
         return causal_in(document_of(batch.lengths), self.problem.window)
 
 
-class Coming:
+class ComingPlan:
     """A batch that the loader has ready, and its plan once somebody has asked for it."""
 
     def __init__(self, submit: Callable[[], Future[SequencePlan]]):
         self.submit = cache(submit)
-        self.following: Coming | None = None
+        self.following: ComingPlan | None = None
         self.has_begun = False
 
 
@@ -151,11 +151,13 @@ class MagiAheadTraining(MagiTraining):
 
     name = "magi-ahead"
     label = "the same, planned ahead on a thread"
-    _last: Coming | None = None
+    _last: ComingPlan | None = None
 
-    def mask(self, batch: Pack) -> Coming:
+    def mask(self, batch: Pack) -> ComingPlan:
         mask_mod = self.mask_mod(batch)
-        coming = Coming(lambda: plan_ahead(mask_mod, self.world.mesh, seqlen=self.problem.total))
+        coming = ComingPlan(
+            lambda: plan_ahead(mask_mod, self.world.mesh, seqlen=self.problem.total)
+        )
         if self._last is None or self._last.has_begun:
             coming.submit()  # by a step that is over
         else:
@@ -163,7 +165,7 @@ class MagiAheadTraining(MagiTraining):
         self._last = coming
         return coming
 
-    def plan(self, batch: Pack, mask: Coming) -> SequencePlan:
+    def plan(self, batch: Pack, mask: ComingPlan) -> SequencePlan:
         mask.has_begun = True
         made = mask.submit().result()
         if mask.following is not None:

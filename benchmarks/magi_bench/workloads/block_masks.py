@@ -15,7 +15,7 @@ from magi_compile.masks.slices import AttnSlices, MaskType
 
 
 @dataclass(frozen=True)
-class BlockMap:
+class DrawnBlocks:
     """Blocks of rows by blocks of keys; the query heads of a group share those of their key-value head."""
 
     visible: Tensor  # bool `[nheads_kv, num_q_blocks, num_k_blocks]`
@@ -120,7 +120,7 @@ class BlockMap:
         return head, q_ranges, torch.stack([k_starts[first], k_starts[last]], 1)
 
 
-def draw(case: Case) -> BlockMap:
+def draw(case: Case) -> DrawnBlocks:
     """Every row of blocks keeps the `density` of the blocks with the largest random scores, one at least; under a
     causal mask of those up to the diagonal, with that on it."""
     is_causal = case.mask == "causal_blocks"
@@ -137,11 +137,11 @@ def draw(case: Case) -> BlockMap:
         scores = scores.tril().masked_fill(block[:, None] == block, 2.0)
         kept = (case.density * (block + 1)).round().clamp(min=1)
         rank = scores.argsort(2, descending=True).argsort(2)
-        return BlockMap(rank < kept[:, None], q_sizes, k_sizes, group, is_causal)
+        return DrawnBlocks(rank < kept[:, None], q_sizes, k_sizes, group, is_causal)
     kept_of_all = max(round(case.density * len(k_sizes)), 1)
     visible = torch.zeros_like(scores, dtype=torch.bool)
     visible.scatter_(2, scores.topk(kept_of_all, dim=2).indices, True)
-    return BlockMap(visible, q_sizes, k_sizes, group)
+    return DrawnBlocks(visible, q_sizes, k_sizes, group)
 
 
 def _uniform_sizes(seqlen: int, block: int) -> list[int]:

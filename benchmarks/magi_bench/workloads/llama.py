@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import checkpoint
 
 from magi_bench.arguments import Settings
-from magi_bench.clock import ALONE, Ahead, Alone, Ready
+from magi_bench.clock import ALONE, Alone, Prefetched, Ready
 from magi_bench.gate import Truth, truth_of_step
 from magi_bench.workloads import lengths
 
@@ -264,7 +264,7 @@ def checked_parameters(model: Llama) -> list[Tensor]:
 def steps(
     model: Llama,
     loss_of: Callable[..., Tensor],
-    ahead: Ahead,
+    ahead: Prefetched,
     which: str,
     around: Callable[[Any], AbstractContextManager[Sequence[Any]]] = nullcontext,
     world: Alone = ALONE,

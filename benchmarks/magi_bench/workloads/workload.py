@@ -14,7 +14,7 @@ from torch import Tensor
 
 from magi_bench.cases import Case
 from magi_bench.workloads import block_masks, lengths
-from magi_bench.workloads.block_masks import BlockMap
+from magi_bench.workloads.block_masks import DrawnBlocks
 from magi_compile.masks.library import MASKS as NAMED_MASKS
 from magi_compile.masks.library import MaskMod, NamedMask
 from magi_compile.masks.slices import AttnSlices
@@ -43,10 +43,10 @@ class Workload:
     # of a kernel case: `[seqlen, seqlen]`, for all heads. Of a sparse case: over the rows and keys of all query heads
     # one after the other, `[nheads_q * seqlen, nheads_kv * seqlen]`
     slices: AttnSlices
-    block_map: BlockMap | None = None  # of a sparse case
+    block_map: DrawnBlocks | None = None  # of a sparse case
 
     @property
-    def blocks(self) -> BlockMap:
+    def blocks(self) -> DrawnBlocks:
         """`block_map`, of a sparse case."""
         assert self.block_map is not None
         return self.block_map
