@@ -93,4 +93,98 @@ private:
     unsigned left_[kLines];
 };
 
+// Where lines have warpgroups of their own: the blocks of the walk that a tile is at, in shared memory.
+template <int kLines>
+struct MapWindow {
+    static constexpr int kWords = 16;   // of a line: 512 blocks
+
+    unsigned left[kLines][kWords];   // that were not loaded
+    int first[kLines];               // word with one
+};
+
+// The same walk in another order: first the blocks of the line that has most left among the next 512. Warpgroups wait
+// for each other at the ends of the ring; in the order of columns the blocks that one of them sees come in bunches, so
+// that the others have nothing to do.
+template <int kBlockCols, int kLines, bool kMayAsk>
+class BalancedMapWalk {
+    using Walk = MapWalk<kBlockCols, kLines, kMayAsk>;
+    using Window = MapWindow<kLines>;
+
+public:
+    __device__ __forceinline__ BalancedMapWalk(const Run& run, const unsigned* words, Window& window)
+        : words_(words + run.bits),
+          to_asks_(run.lane - run.bits),
+          stride_(Walk::num_words(run)),
+          col_(run.first),
+          window_(window) {
+        load();
+    }
+
+    // There is one: who asks counts.
+    __device__ __forceinline__ MappedBlock next() {
+        int line = fullest();
+        while (line == kNone) {
+            words_ += Window::kWords;
+            begun_ += Window::kWords;
+            load();
+            line = fullest();
+        }
+        int word = window_.first[line];
+        while (window_.left[line][word] == 0) {
+            ++word;
+        }
+        window_.first[line] = word;
+        const int number = __ffs(window_.left[line][word]) - 1;
+        MappedBlock block{col_ + ((begun_ + word) * kBlocksOfWord + number) * kBlockCols, 0,
+                          kMayAsk && (words_[to_asks_ + word] >> number & 1) != 0};
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) {
+            const unsigned left = window_.left[i][word];
+            const unsigned sees = left >> number & 1;
+            block.lines |= sees << i;
+            count_[i] -= sees;
+            window_.left[i][word] = left & ~(1u << number);
+        }
+        return block;
+    }
+
+private:
+    __device__ __forceinline__ void load() {
+#pragma unroll
+        for (int line = 0; line < kLines; ++line) {
+            count_[line] = 0;
+            window_.first[line] = 0;
+#pragma unroll 4
+            for (int word = 0; word < Window::kWords; ++word) {
+                const unsigned left = begun_ + word < stride_ ? words_[line * stride_ + word] : 0;
+                window_.left[line][word] = left;
+                count_[line] += __popc(left);
+            }
+        }
+    }
+
+    static constexpr int kNone = -1;
+
+    __device__ __forceinline__ int fullest() const {
+        int line = kNone;
+        int most = 0;
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) {
+            if (count_[i] > most) {
+                most = count_[i];
+                line = i;
+            }
+        }
+        return line;
+    }
+
+    const unsigned* words_;   // of the window, in the first line
+    int to_asks_;             // from there to the line of blocks that ask
+    int stride_;              // words of a line
+    int col_;                 // of the first block of the run
+    int begun_ = 0;           // words in front of the window
+    Window& window_;
+    int count_[kLines];   // blocks left in the window
+};
+
 }   // namespace ffa
