@@ -13,7 +13,7 @@ from magi_compile import _compat
 from magi_compile._checks import MaskCheck
 from magi_compile.kernels.select import MaskKernel, arch_of
 from magi_compile.masks import AttnSlices, MaskProgram
-from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
+from magi_compile.masks.evaluation.bit_blocks import Listed
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.evaluation.verify import check_bits, check_slices, is_verified, remember
@@ -61,10 +61,6 @@ class MaskCall(NamedTuple):
         return self.sizes._asdict()
 
     @property
-    def grid(self) -> Grid:
-        return Grid(self.batch, Heads(*self.heads), self.seqlen_q, self.seqlen_k)
-
-    @property
     def lists(self) -> BlockLists | None:
         return BlockLists(*self.block_lists) if self.block_lists else None
 
@@ -82,13 +78,13 @@ class MaskCall(NamedTuple):
         listed: Listed | None = None,
     ) -> list[MaskCheck]:
         """That slices show what the mask_mod shows, where a process has not looked yet, or a user asks for it. They are
-        those of intervals, or with bits one for each block of the grid, and of what is `listed`; `tables` are what the
+        those of intervals, or with bits one for each block, and of what is `listed`; `tables` are what the
         program reads, by default the captured tensors."""
         if not self.verify and is_verified(self.known_as(slices)):
             return []
         mask, captured = self.mask, self.tables if tables is None else tables
         if slices.bits is not None:
-            return check_bits(mask, captured, self.symbols, slices, self.grid, listed)
+            return check_bits(mask, captured, self.symbols, slices, self.sizes, listed)
         lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
         return check_slices(mask, captured, self.symbols, lists, self.sizes)
 

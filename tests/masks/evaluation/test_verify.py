@@ -3,8 +3,8 @@
 import torch
 
 from magi_compile.masks.evaluation import verify
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
-from magi_compile.masks.evaluation.sizes import MaskSizes
+from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.evaluation.verify import (
     check_bits,
     points_of_slices,
@@ -45,11 +45,11 @@ def test_bits_are_looked_at_again():
     def mask_mod(b, h, q, kv):
         return (q + h >= kv) & ((q ^ kv) % 4 != b)
 
-    program, grid = read_mask_mod(mask_mod).program, Grid(2, Heads(2, 2), 200, 300)
-    slices = slices_with_bits(mask_mod, grid, None, CPU)
-    assert all(check.ok for check in check_bits(program, [], [], slices, grid))
+    program, sizes = read_mask_mod(mask_mod).program, MaskSizes(2, 200, 300, Heads(2, 2))
+    slices = slices_with_bits(mask_mod, sizes, None, CPU)
+    assert all(check.ok for check in check_bits(program, [], [], slices, sizes))
     slices.bits[slices.mask_types.max() - 4] ^= -1
-    shows, hides = check_bits(program, [], [], slices, grid)
+    shows, hides = check_bits(program, [], [], slices, sizes)
     assert not shows.ok
     assert not hides.ok
     _, _, row, _ = shows.values
