@@ -27,10 +27,7 @@ def _mask_slices(*arguments: Any) -> Lists:
     if on_device is not None:
         hand_over_to_launcher()
         lists, tables = on_device.run(
-            *(mask, tables, symbols),
-            (*sizes[:3], call.capacity, sizes.heads),
-            *(device, blocks),
-            tuple(call.block_size),
+            mask, tables, symbols, sizes, call.capacity, device, blocks, call.block_size
         )
         checks = range_checks(mask, tables, symbols, sizes, device)
     else:
