@@ -145,13 +145,12 @@ def _plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) ->
     """The plan of a call that brings none."""
     if slices is None:
         raise ValueError("`slices` and `plan` must not both be empty")
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     # A call may be the first in inference mode and the next one not, to which tensors of that mode are of no use.
     with torch.inference_mode(False):
         if slices.device.type != "cpu":
             return kernel.plan(slices, problem)
         totals = slices.seqlen_q, slices.seqlen_k
-        key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
+        key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, slices.lists))
         if key not in _by_content:
             slices.check_bounds()  # somebody may have written to them, uncounted or in front of a compiled graph
             _by_content[key] = unpack(pack(kernel.plan(slices, problem)))
@@ -187,9 +186,8 @@ def plan_of_call(
     """
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     if torch.compiler.is_compiling() or _compat.is_traced(q):
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
         rest = (*totals, q.dtype, *heads, softcap, kernel, *short((slices.bits, has_score), 0))
-        return torch.ops.magi.plan(*lists, *rest)  # type: ignore[no-any-return]
+        return torch.ops.magi.plan(*slices.lists, *rest)  # type: ignore[no-any-return]
     chosen, problem = chosen_for(
         *(q.device, q.dtype, heads, 1.0, softcap, kernel or None),
         has_bits=slices.bits is not None,

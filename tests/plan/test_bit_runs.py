@@ -67,8 +67,7 @@ def test_shapes_follow_from_shapes():
     sizes = dict.fromkeys(("q_tile_rows", "q_block_cols", "k_tile_rows", "k_block_cols"), 64)
     shapes = [x.shape for x in build_tile_plan(slices, **sizes, exact=False)]
     with FakeTensorMode() as mode:
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-        fakes = [mode.from_tensor(x) for x in (*lists, slices.bits)]
+        fakes = [mode.from_tensor(x) for x in (*slices.lists, slices.bits)]
         totals = slices.seqlen_q, slices.seqlen_k
         fake = AttnSlices.unchecked(*fakes[:3], *totals, fakes[3])
         assert [x.shape for x in build_tile_plan(fake, **sizes, exact=False)] == shapes

@@ -179,8 +179,7 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
     sizes = (heads[0], heads[1], case.head_dim, case.head_dim)
     asked = problem_on(world.device, getattr(torch, case.dtype), sizes, case.head_dim**-0.5)
     kernel = select(asked).kernel
-    made = pack(kernel.plan(slices, asked))
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    made, lists = pack(kernel.plan(slices, asked)), slices.lists
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = asked.softmax_scale

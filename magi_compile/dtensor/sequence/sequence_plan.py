@@ -115,8 +115,7 @@ class SequencePlan(SpreadTokens):
         self._block_mask: BlockMask | None = None
 
     def _spread(self, slices: AttnSlices) -> SpreadSlices:
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-        whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
+        whole = SpreadSlices.unchecked(*slices.lists, slices.seqlen_q, slices.seqlen_k)
         vars(whole).update(plan=self, digest=self.meta[:1].clone())
         return cast(SpreadSlices, whole)
 

@@ -128,8 +128,7 @@ def without_padding(slices: AttnSlices) -> AttnSlices:
     assert slices.bits is not None
     count = int((slices.mask_types >= FIRST_BITS).sum())
     bits = slices.bits[:count].clone()
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    return AttnSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k, bits)
+    return AttnSlices.unchecked(*slices.lists, slices.seqlen_q, slices.seqlen_k, bits)
 
 
 def visible_blocks(

@@ -90,7 +90,7 @@ def _looked_at_again(
 def _padded(slices: AttnSlices, call: MaskCall) -> Lists:
     """The slices, and room for those that there might have been."""
     bits = _empty_bits(call.sizes, call.device) if slices.bits is None else slices.bits
-    q_ranges, k_ranges, mask_types = slices.q_ranges, slices.k_ranges, slices.mask_types
+    q_ranges, k_ranges, mask_types = slices.lists
     if missing := _room(call.capacity, call.sizes) - len(slices):
         q_ranges, k_ranges = (pad(x, (0, 0, 0, missing)) for x in (q_ranges, k_ranges))
         mask_types = pad(mask_types, (0, missing))

@@ -85,8 +85,7 @@ class MaskCall(NamedTuple):
         mask, captured = self.mask, self.tables if tables is None else tables
         if slices.bits is not None:
             return check_bits(mask, captured, self.symbols, slices, self.sizes, listed)
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-        return check_slices(mask, captured, self.symbols, lists, self.sizes)
+        return check_slices(mask, captured, self.symbols, slices.lists, self.sizes)
 
     def passed(self, slices: AttnSlices) -> None:
         """The slices have passed the second opinion, or a GPU will say so if they have not."""

@@ -33,10 +33,7 @@ def _mask_slices(*arguments: Any) -> Lists:
     else:
         intervals = row_intervals(mask, tables, symbols, **call.lengths, device=device)
         slices, fits = padded_slices_from_intervals(intervals, call.capacity)
-        lists, checks = (
-            (slices.q_ranges, slices.k_ranges, slices.mask_types),
-            [*intervals.checks, fits],
-        )
+        lists, checks = slices.lists, [*intervals.checks, fits]
         if blocks:
             checks += blocks.checks(intervals, *call.block_size)
     made = call.slices(lists)

@@ -25,8 +25,7 @@ def test_points_are_inside():
 
 def test_points_of_slices_are_beside_their_edges():
     slices = AttnSlices.from_lists([(3, 9), (9, 20)], [(0, 8), (2, 30)], [1, 0], 20, 30)
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    points = points_of_slices(1000, lists, MaskSizes(1, 20, 30))
+    points = points_of_slices(1000, slices.lists, MaskSizes(1, 20, 30))
     assert {0, 1, 2, 7, 8, 29} <= set(points.kv.tolist())
     assert set(points.q.tolist()) == set(range(3, 20))
 

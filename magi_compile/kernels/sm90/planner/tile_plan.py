@@ -66,11 +66,10 @@ def plan_on_device(
     """
     raise_pending()
     device = slices.q_ranges.device
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     lengths = (slices.mask_types.shape[0], slices.seqlen_q, slices.seqlen_k)
     with on_device(device):
         call = _call(*lengths, slices.bits is not None, sizes, problem, device)
-        packed, shape, _ = call.run([x.contiguous() for x in lists], device)
+        packed, shape, _ = call.run([x.contiguous() for x in slices.lists], device)
     return unpack([packed, shape])
 
 

@@ -277,9 +277,7 @@ def assert_same(case: Case, lists, intervals: RowIntervals | None = None):
         if intervals is not None:
             assert torch.equal(intervals.lo, expected.lo)
             assert torch.equal(intervals.hi, expected.hi)
-        for actual, wanted in zip(
-            lists, (slices.q_ranges, slices.k_ranges, slices.mask_types), strict=True
-        ):
+        for actual, wanted in zip(lists, slices.lists, strict=True):
             assert torch.equal(actual.cpu(), wanted)
         return
     with pytest.raises(MaskDataError) as error:

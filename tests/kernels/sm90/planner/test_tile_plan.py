@@ -131,8 +131,8 @@ def beside_intervals(slices, bits):
     lists = [
         torch.cat([x, y + (shift if x.dim() == 2 else 0)])
         for x, y, shift in zip(
-            (slices.q_ranges, slices.k_ranges, slices.mask_types),
-            (bits.q_ranges, bits.k_ranges, bits.mask_types),
+            slices.lists,
+            bits.lists,
             (slices.seqlen_q, slices.seqlen_k, 0),
             strict=True,
         )
