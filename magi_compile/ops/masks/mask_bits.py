@@ -22,7 +22,7 @@ from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.evaluation.bit_blocks import Listed, slices_with_bits
 from magi_compile.masks.evaluation.row_intervals import exact_intervals
 from magi_compile.masks.evaluation.sizes import MaskSizes
-from magi_compile.ops.masks.mask_call import ARGUMENTS, MaskCall, empty_where_broken
+from magi_compile.ops.masks.mask_call import ARGUMENTS, MaskCall
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 
 _lib = torch.library.Library("magi", "FRAGMENT")
@@ -36,8 +36,7 @@ def _mask_bits(*arguments: Any) -> Lists:
     slices = _from_intervals(call) if call.capacity else None
     if slices is None:
         return _padded(_from_mask_mod(call), call)
-    require(call.second_opinion(slices))
-    call.passed(slices)
+    call.looked_at(slices)
     return _padded(slices, call)
 
 
@@ -68,23 +67,13 @@ def _from_mask_mod(call: MaskCall) -> AttnSlices:
         made = on_device.run(mask, call.tables, call.symbols, sizes, listed, call.device)
         if made is not None:
             hand_over_to_launcher()
-            q_ranges, k_ranges, mask_types, bits = made
-            return _looked_at_again((q_ranges, k_ranges, mask_types), bits, call, listed)
+            *_, bits = made
+            slices = call.slices(made[:3], bits)
+            return call.slices(call.looked_at(slices, listed=listed), bits)
     captures = names_of_captures(call.tables, call.symbols)
     with in_ops():
         mask_mod = mask_mod_of(mask.functions["mask"], captures, mask.names)
         return slices_with_bits(mask_mod, sizes, listed, call.device)
-
-
-def _looked_at_again(
-    lists: tuple[Tensor, Tensor, Tensor], bits: Tensor, call: MaskCall, listed: Listed | None
-) -> AttnSlices:
-    """The slices of a kernel, after the second opinion."""
-    slices = call.slices(lists, bits)
-    checks = call.second_opinion(slices, listed=listed)
-    require(checks)
-    call.passed(slices)
-    return call.slices(empty_where_broken(lists, checks), bits)
 
 
 def _padded(slices: AttnSlices, call: MaskCall) -> Lists:
@@ -108,13 +97,8 @@ def _empty_bits(sizes: MaskSizes, device: torch.device) -> Tensor:
 def _mask_bits_fake(*arguments: Any) -> Lists:
     call = MaskCall(*arguments)
     call.begin(mask_bits_kernel)
-    room = _room(call.capacity, call.sizes)
-
-    def ranges() -> Tensor:
-        return torch.empty(room, 2, dtype=torch.int32, device=call.device)
-
-    types = torch.empty(room, dtype=torch.int32, device=call.device)
-    return ranges(), ranges(), types, _empty_bits(call.sizes, call.device)
+    lists = call.empty_lists(_room(call.capacity, call.sizes))
+    return *lists, _empty_bits(call.sizes, call.device)
 
 
 # A mask without captured tensors is a call without any tensor.
