@@ -17,7 +17,7 @@ from magi_compile._compat import (
 )
 from magi_compile.functions.reached import Reached
 from magi_compile.masks.arguments import MAX_SEQLEN, check_count, check_device, is_int
-from magi_compile.masks.errors import MaskDataError, UnsupportedMaskError, refuse_broken
+from magi_compile.masks.errors import UnsupportedMaskError, refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import (
     Listed,
     slices_with_bits,
@@ -511,16 +511,6 @@ def _num_blocks(block_mask: BlockMask) -> tuple[int, int]:
 def _lists_of(block_mask: BlockMask) -> BlockLists:
     """The lists of `block_mask`, whose indices must be blocks of the mask."""
     lists = BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields))
-    num_q, num_k = _num_blocks(block_mask)
-    for counts, name in ((0, "kv_indices"), (2, "full_kv_indices")):
-        num_blocks, indices = lists[counts], getattr(lists, name)
-        if num_blocks is None:
-            continue
-        num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :]
-        is_listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-        is_bad = is_listed & ((indices < 0) | (indices >= num_k))
-        if bool(is_bad.any()):
-            raise MaskDataError(
-                f"`block_mask.{name}` must be in [0, {num_k}), got {int(indices[is_bad][0])}"
-            )
+    for check in lists.index_checks(*_num_blocks(block_mask)):
+        check.raise_if_broken()
     return lists
