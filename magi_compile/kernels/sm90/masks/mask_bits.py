@@ -55,15 +55,9 @@ class BitsCall(NamedTuple):
 
 def bits_variant(source: BitsSource, *, has_lists: bool) -> Variant:
     """The kernel to compile, of a mask with or without block lists."""
-    headers = (("mask_mod.cuh", source.text),)
-    return Variant(
-        "masks/mask_bits.cu",
-        "ffa_mask_bits",
-        (("FFA_HAS_LISTS", str(has_lists).lower()),),
-        headers,
-        may_spill=True,
-        is_exact=True,
-    )
+    defines, headers = {"FFA_HAS_LISTS": has_lists}, (("mask_mod.cuh", source.text),)
+    rest = {"headers": headers, "may_spill": True, "is_exact": True}
+    return Variant.of("masks/mask_bits.cu", "ffa_mask_bits", defines, **rest)
 
 
 def mask_bits_on_device(
