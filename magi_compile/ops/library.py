@@ -510,14 +510,7 @@ class _Attention(torch.autograd.Function):
         return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
-def _tables_of(*rest: Any) -> Sequence[Tensor]:
-    return rest[_TABLES] or () if len(rest) > _TABLES else ()
-
-
-_TABLES = AttentionOptions._fields.index("tables")
-
-
 define_differentiable(
     *(_lib, f"attention{_FWD}", torch.ops.magi.ffa_fwd.default, _Attention, register_rules),
-    tables_of=_tables_of,
+    tables_at=AttentionOptions._fields.index("tables"),
 )

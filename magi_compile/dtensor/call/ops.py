@@ -12,7 +12,7 @@ plan says the mask, with blocks of bits and masks of each batch entry and head; 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
@@ -260,12 +260,8 @@ class _AttentionOverRanks(torch.autograd.Function):
 _TABLES = Options._fields.index("tables")  # in front are the arguments that every call has
 
 
-def _tables_of(*rest: Any) -> Sequence[Tensor]:
-    return rest[_TABLES] or () if len(rest) > _TABLES else ()
-
-
 define_differentiable(
     *(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default),
     *(_AttentionOverRanks, register_rules),
-    tables_of=_tables_of,
+    tables_at=_TABLES,
 )
