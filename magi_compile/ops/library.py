@@ -44,7 +44,7 @@ from magi_compile.ops.arguments import AttentionOptions, Numbering, short
 from magi_compile.ops.define import define_differentiable, gradients
 from magi_compile.ops.layout import by_entries, packed
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
-from magi_compile.ops.scale import Scaled
+from magi_compile.ops.scale import Scaled, scale_of_kernel
 from magi_compile.ops.sharding import register_rules
 from magi_compile.ops.validation import check_op, check_op_gradients
 from magi_compile.score.program import ScoreCall, ScoreProgram
@@ -216,12 +216,7 @@ class _KernelCall(NamedTuple):
 def _prepared(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
     """The call of packed tensors as a kernel takes it."""
     (total_q, nheads_q, head_dim), (total_k, nheads_kv, head_dim_v) = q.shape, v.shape
-    # A score program tells the sign of a score: the scale stays with it.
-    scaled = (
-        Scaled(q, options.softmax_scale, 1.0)
-        if options.score
-        else Scaled.of(q, options.softmax_scale)
-    )
+    scaled = Scaled.of(q, options.softmax_scale, options.score)
     made = unpack(options.plan) if options.plan else None
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     block_map = None if made is None else made.block_map
@@ -279,7 +274,7 @@ def _begin(
         return
     sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     nheads_q, nheads_kv, head_dim, head_dim_v = (_compat.size_at_hand(x) for x in sizes)
-    scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
+    scale = scale_of_kernel(options.softmax_scale, options.score)
     numbering = [_compat.size_at_hand(x) for x in options.numbering]
     # Whatever speaks against it, the call will say.
     with suppress(Exception):
