@@ -247,7 +247,7 @@ def plan_rank_together(
     for placement in keys or []:
         others += [_bytes_of(-3), b"" if placement is None else _content_of_placement(placement)]
     rest = b"".join([*others, _text_of(options)])
-    digests = [_digest(content + rest) for content in contents]
+    digests = [digest_of(content + rest) for content in contents]
 
     def make() -> list[RankPlan]:
         if permutation is not None:
@@ -464,6 +464,6 @@ def _bytes_of(*numbers: int) -> bytes:
     return array("q", numbers).tobytes()
 
 
-def _digest(content: bytes) -> int:
-    """63 bits that two different plans do not share."""
+def digest_of(content: bytes) -> int:
+    """63 bits that no other content shares."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1

@@ -13,7 +13,6 @@ until that times out.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import time
 from collections import OrderedDict
@@ -32,6 +31,7 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.dtensor.call.arguments import Options
 from magi_compile.dtensor.call.execution import DevicePlan
+from magi_compile.dtensor.planning.rank_plan import digest_of
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, is_recorded
 from magi_compile.ops.validation import DTYPES
 
@@ -76,9 +76,7 @@ class Agreement(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _number_of(text: str) -> int:
-    """63 bits that two different texts do not share."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return digest_of(text.encode())
 
 
 class _Said(NamedTuple):
