@@ -508,7 +508,7 @@ class AttnSlices:
 
     def restrict_q(self, begin: int, end: int) -> AttnSlices:
         """The slices of the rows `[begin, end)`, in the same coordinates. Exact; empty slices are dropped."""
-        check_range("begin, end", begin, end, "seqlen_q", self.seqlen_q)
+        check_range(begin, end, "seqlen_q", self.seqlen_q)
         return self._with_rects(self.rects().clipped(begin, end).live())
 
     def restrict_k(self, begin: int, end: int) -> AttnSlices:
@@ -516,7 +516,7 @@ class AttnSlices:
 
         A slice with moving edges becomes up to three: where the clip binds, the edge stands still.
         """
-        check_range("begin, end", begin, end, "seqlen_k", self.seqlen_k)
+        check_range(begin, end, "seqlen_k", self.seqlen_k)
         return self._with_rects(self.rects().clipped_to_columns(begin, end).straight().live())
 
     def normalize(self) -> AttnSlices:

@@ -120,7 +120,7 @@ def flex_flash_attention(
     }
     if sinks is not None:
         out, lse, max_scores = flex_flash_attention(q, k, v, slices, **given)
-        check_sinks(sinks, "q", q, q.shape[1])
+        check_sinks(sinks, q)
         out = out_with_sinks(out, lse, sinks, heads_first=False)
         return AttnOutput(out, lse_with_sinks(lse, sinks), max_scores)
     if has_torch_function_mode():  # context parallelism

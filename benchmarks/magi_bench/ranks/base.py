@@ -193,7 +193,7 @@ def flex_on(world: World, block_mask: BlockMask, *, over_ranks: bool) -> Attend:
     """Compiled FlexAttention of packed tensors, with PyTorch's style of context parallelism or on one rank."""
     module = Attention(None)
     if over_ranks:
-        parallelize_module(module, world.mesh, _compat.context_parallel_style_of_torch(2))
+        parallelize_module(module, world.mesh, _compat.context_parallel_style_of_torch())
 
     def call(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
         out: Tensor = module(q, k, v, block_mask)

@@ -272,7 +272,7 @@ class SequencePlan(SpreadTokens):
             *(q, k, v, self.meta, scale, softcap), score_mod, return_max_scores=with_max
         )
         if sinks is not None:
-            check_sinks(sinks, "q", q, q.shape[1])
+            check_sinks(sinks, q)
             out = out_with_sinks(out, lse, sinks, heads_first=q.ndim == 4)
             lse = lse_with_sinks(lse, sinks)
         return returned(out, lse, max_scores, return_lse=return_lse, return_aux=return_aux)
