@@ -62,7 +62,7 @@ class Conversion(Contender):
         def call() -> Sequence[Tensor]:
             made = self._convert(problem, device)
             self._area = made.area()
-            return [made.q_ranges, made.k_ranges, made.mask_types]
+            return made.lists
 
         return Ready(call)
 

@@ -98,12 +98,12 @@ def indices_of_load_balancer(balancer: Any) -> Any:
     return None
 
 
-def context_parallel_style_of_torch(seq_dim: int) -> Any:
+def context_parallel_style_of_torch() -> Any:
     """PyTorch's own style of context parallelism for modules that call FlexAttention with `(query, key, value, ...)`:
-    keys and values are gathered along `seq_dim`, gradients are reduced and scattered. For `parallelize_module`."""
+    keys and values `[B, H, S, D]` are gathered, gradients are reduced and scattered. For `parallelize_module`."""
     from torch.distributed.tensor.experimental._context_parallel._attention import _ContextParallel
 
-    return _ContextParallel(seq_dim, _ContextParallel.AttentionType.FLEX)
+    return _ContextParallel(2, _ContextParallel.AttentionType.FLEX)
 
 
 def block_mask_of_torch_rank(mesh: Any, block_mask: Any, balancer: Any) -> Any:

@@ -126,7 +126,7 @@ def _type_of(given: Any) -> int:
     return int(kind)  # type: ignore[arg-type]
 
 
-_made: Memo[AttnSlices] = Memo(64, lambda x: (x.q_ranges, x.k_ranges, x.mask_types))
+_made: Memo[AttnSlices] = Memo(64, lambda x: x.lists)
 
 
 def _slices_of_call(

@@ -12,7 +12,7 @@ flash attention, with one warning for each reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -126,9 +126,8 @@ class PackedCall(NamedTuple):
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v
 
-    def _mask(self) -> tuple[list[Tensor], list[Tensor]]:
-        lists = [self.slices.q_ranges, self.slices.k_ranges, self.slices.mask_types]
-        return lists, plan_of_call(self.q, self.k, self.v, self.slices, 0.0, "")
+    def _mask(self) -> tuple[Sequence[Tensor], list[Tensor]]:
+        return self.slices.lists, plan_of_call(self.q, self.k, self.v, self.slices, 0.0, "")
 
     def _options(self) -> tuple[float, float, str]:
         return self.softmax_scale, 0.0, ""
@@ -246,8 +245,7 @@ def _with_totals(slices: AttnSlices, total_q: int, total_k: int) -> AttnSlices:
     """`slices` among more tokens, which see nothing and are not seen."""
     if (slices.seqlen_q, slices.seqlen_k) == (total_q, total_k):
         return slices
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    return AttnSlices.unchecked(*lists, total_q, total_k)
+    return AttnSlices.unchecked(*slices.lists, total_q, total_k)
 
 
 # The ops

@@ -31,15 +31,8 @@ OLD_NAMES = {"cuda": "hopper"}  # by which callers may still ask
 # flash-attn-4 is slower than "hopper" on Hopper GPUs, and has not run here on Blackwell.
 ONLY_IF_FORCED = frozenset({"reference", "fa4"})
 
-# Why a kernel is not chosen for bit blocks or score programs by a user who did not ask for it by name.
-SLOWER_WITH_BITS = {
-    "triton": "runs bit blocks only where kernel 'triton' is asked for by name: it is slower than "
-    "FlexAttention with them"
-}
-SLOWER_WITH_SCORES = {
-    "triton": "runs score_mods only where kernel 'triton' is asked for by name: it is slower than "
-    "FlexAttention with them"
-}
+# Never chosen for bit blocks or score programs of a user who did not ask for it by name.
+SLOWER_THAN_FLEX = frozenset({"triton"})
 
 
 class Selection(NamedTuple):
@@ -131,9 +124,11 @@ def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -
 
 def _slower_than_flex(name: str, problem: AttnProblem) -> list[str]:
     """The reason why the kernel called `name` runs `problem` only by name."""
-    slower = [SLOWER_WITH_BITS.get(name)] if problem.has_bits else []
-    slower += [SLOWER_WITH_SCORES.get(name)] if problem.has_score else []
-    return [why for why in slower if why]
+    if name not in SLOWER_THAN_FLEX:
+        return []
+    slower = ["bit blocks"] * problem.has_bits + ["score_mods"] * problem.has_score
+    why = f"only where kernel {name!r} is asked for by name: it is slower than FlexAttention with them"
+    return [f"runs {what} {why}" for what in slower]
 
 
 @cache

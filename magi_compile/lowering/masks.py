@@ -39,7 +39,6 @@ from magi_compile.masks import (
     row_intervals,
 )
 from magi_compile.masks.errors import refuse_broken
-from magi_compile.masks.evaluation.bit_blocks import Grid
 from magi_compile.masks.evaluation.block_lists import BlockLists, heads_that_differ
 from magi_compile.masks.evaluation.block_table import shape_of_table
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
@@ -325,10 +324,11 @@ def _room_reasons(sizes: MaskSizes | None) -> tuple[str, ...]:
     """Reasons against room for the bits of all blocks: how many need bits is known only with the data."""
     if sizes is None:
         return ("the lengths are dynamic in the graph, from which the room for bit blocks follows",)
-    count = Grid(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k).num_blocks
-    if count <= MAX_BIT_BLOCKS:
+    if sizes.num_blocks <= MAX_BIT_BLOCKS:
         return ()
-    return (f"there would be room for {count} bit blocks; at most {MAX_BIT_BLOCKS} are kept",)
+    return (
+        f"there would be room for {sizes.num_blocks} bit blocks; at most {MAX_BIT_BLOCKS} are kept",
+    )
 
 
 def _listed(mask: MaskOfCall) -> ListShape | None:

@@ -126,11 +126,11 @@ def read_window(window: tuple[int | None, int | None]) -> tuple[int | None, int 
     return left, right
 
 
-def check_range(name: str, begin: int, end: int, seqlen_name: str, seqlen: int) -> None:
-    """Raises for what is no range of a sequence of `seqlen` positions; errors call the two `name` and `seqlen_name`."""
+def check_range(begin: int, end: int, name: str, seqlen: int) -> None:
+    """Raises for what is no range of a sequence of `seqlen` positions, which errors call `name`."""
     if not (is_int(begin) and is_int(end)):
-        raise TypeError(f"`{name}` must be ints, got {begin!r}, {end!r}")
+        raise TypeError(f"`begin, end` must be ints, got {begin!r}, {end!r}")
     if not 0 <= begin <= end <= seqlen:
         raise ValueError(
-            f"`{name}` must satisfy 0 <= begin <= end <= {seqlen_name} = {seqlen}, got {begin}, {end}"
+            f"`begin, end` must satisfy 0 <= begin <= end <= {name} = {seqlen}, got {begin}, {end}"
         )

@@ -17,9 +17,8 @@ from magi_compile._compat import (
 )
 from magi_compile.functions.reached import Reached
 from magi_compile.masks.arguments import MAX_SEQLEN, check_count, check_device, is_int
-from magi_compile.masks.errors import MaskDataError, UnsupportedMaskError, refuse_broken
+from magi_compile.masks.errors import UnsupportedMaskError, refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import (
-    Grid,
     Listed,
     slices_with_bits,
     without_padding,
@@ -112,9 +111,9 @@ def create_block_mask(
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     device = check_device(device)
-    grid = Grid(batch, Heads(nheads), Q_LEN, KV_LEN)
+    of_mask = MaskSizes(batch, Q_LEN, KV_LEN, Heads(nheads))
     with outside_of_modes():
-        is_seen, is_full = _visible_blocks(mask_mod, grid, rows, keys, device)
+        is_seen, is_full = _visible_blocks(mask_mod, of_mask, rows, keys, device)
         # A block beyond the end of the mask is partial for PyTorch, whatever it shows.
         is_full[..., Q_LEN // rows :, :] = False
         is_full[..., KV_LEN // keys :] = False
@@ -125,19 +124,19 @@ def create_block_mask(
 
 
 def _visible_blocks(
-    mask_mod: MaskMod, grid: Grid, rows: int, keys: int, device: torch.device
+    mask_mod: MaskMod, sizes: MaskSizes, rows: int, keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """In which blocks some pair is visible, and in which all are: `[batch, 1 or nheads, q blocks, kv blocks]`; by
     intervals, or where there are none, by the mask_mod itself."""
     traced, reasons = _read(mask_mod, device)
-    intervals = _exact(traced, grid.sizes, device)
+    intervals = _exact(traced, sizes, device)
     if traced is not None and intervals is not None:
         _verify(traced, intervals)
         return visible_blocks(intervals, rows, keys)
     if not _looks_at("h", traced):
-        grid = grid._replace(heads=ONE_MASK)
+        sizes = sizes._replace(heads=ONE_MASK)
     with _evaluating(reasons):
-        return blocks_of_mask_mod(mask_mod, grid, rows, keys, device)
+        return blocks_of_mask_mod(mask_mod, sizes, rows, keys, device)
 
 
 @contextlib.contextmanager
@@ -375,19 +374,19 @@ def _converted(
     device, (seqlen_q, seqlen_k) = block_mask.kv_num_blocks.device, block_mask.seq_lengths
     mask_mod, watched = block_mask.mask_mod, traced.watched if traced else None
     is_everything = traced is not None and traced.program.is_always_true
-    grid = Grid(batch, heads, seqlen_q, seqlen_k)
+    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads)
     if traced is not None and not is_everything:
-        intervals = _exact(traced, grid.sizes, device)
+        intervals = _exact(traced, sizes, device)
         if intervals is not None and not lists_hide(block_mask, intervals):
             is_by_head = intervals.heads != ONE_MASK
             return Converted(_agreed(traced, intervals, block_mask), watched, is_by_head)
-    listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid)
+    listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, sizes)
     is_by_head = listed.differ_by_head or (not is_everything and _looks_at("h", traced))
     if is_everything and not is_by_head:
         return Converted(_from_lists(block_mask, batch), watched)
-    grid = grid if is_by_head else grid._replace(heads=ONE_MASK)
+    sizes = sizes if is_by_head else sizes._replace(heads=ONE_MASK)
     with _evaluating(reasons):
-        slices = slices_with_bits(mask_mod, grid, listed, device)
+        slices = slices_with_bits(mask_mod, sizes, listed, device)
     return Converted(without_padding(slices), watched, is_by_head)
 
 
@@ -406,16 +405,16 @@ def convert_mask_mod(
     place = device if traced is None else _place_of(traced, device)
     watched = None if traced is None else traced.watched
     depends = {"is_of_entry": _depends_on("b", traced), "is_of_head": _depends_on("h", traced)}
-    grid = Grid(1, ONE_MASK, seqlen_q, seqlen_k)
+    sizes = MaskSizes(1, seqlen_q, seqlen_k)
     with without_autograd():
-        intervals = _exact(traced, grid.sizes, place)
+        intervals = _exact(traced, sizes, place)
     if traced is not None and intervals is not None:
         _verify(traced, intervals)
         with without_autograd():
             slices = slices_from_intervals(intervals)
         return Converted(slices, watched, **depends)
     with _evaluating(reasons):
-        slices = slices_with_bits(mask_mod, grid, None, place)
+        slices = slices_with_bits(mask_mod, sizes, None, place)
     return Converted(without_padding(slices), watched, **depends)
 
 
@@ -512,16 +511,6 @@ def _num_blocks(block_mask: BlockMask) -> tuple[int, int]:
 def _lists_of(block_mask: BlockMask) -> BlockLists:
     """The lists of `block_mask`, whose indices must be blocks of the mask."""
     lists = BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields))
-    num_q, num_k = _num_blocks(block_mask)
-    for counts, name in ((0, "kv_indices"), (2, "full_kv_indices")):
-        num_blocks, indices = lists[counts], getattr(lists, name)
-        if num_blocks is None:
-            continue
-        num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :]
-        is_listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-        is_bad = is_listed & ((indices < 0) | (indices >= num_k))
-        if bool(is_bad.any()):
-            raise MaskDataError(
-                f"`block_mask.{name}` must be in [0, {num_k}), got {int(indices[is_bad][0])}"
-            )
+    for check in lists.index_checks(*_num_blocks(block_mask)):
+        check.raise_if_broken()
     return lists

@@ -126,7 +126,7 @@ class AttnSlices:
         if _has_values(self.q_ranges):
             self.validate()
             object.__setattr__(self, "is_checked", True)
-            object.__setattr__(self, "versions", _versions(*self._lists()))
+            object.__setattr__(self, "versions", _versions(*self.lists))
 
     # Constructors
 
@@ -367,11 +367,11 @@ class AttnSlices:
         if torch.compiler.is_compiling() or (kept := _rects_of.get(self)) is None:
             return None
         versions, rects = kept
-        return rects if versions == _versions(*self._lists()) else None
+        return rects if versions == _versions(*self.lists) else None
 
     def untrimmed_rects(self) -> Rects:
         """The slices as rects on their device; at least one, to gather from."""
-        lists = self.q_ranges, self.k_ranges, self.mask_types
+        lists = self.lists
         if self.mask_types.numel() == 0:  # `len` would fix the number of slices of a traced list
             lists = lists[0].new_zeros(1, 2), lists[1].new_zeros(1, 2), lists[2].new_zeros(1)
         return Rects.from_ranges(*lists)
@@ -388,14 +388,16 @@ class AttnSlices:
         return self._rects() if kept is None else kept
 
     def _rects(self) -> Rects:
-        return Rects.from_ranges(*(x.cpu() for x in self._lists())).trimmed()
+        return Rects.from_ranges(*(x.cpu() for x in self.lists)).trimmed()
 
-    def _lists(self) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def lists(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`q_ranges`, `k_ranges` and `mask_types`."""
         return self.q_ranges, self.k_ranges, self.mask_types
 
     def tensors(self) -> list[Tensor]:
         """All that it is made of."""
-        return [*self._lists(), *([] if self.bits is None else [self.bits])]
+        return [*self.lists, *([] if self.bits is None else [self.bits])]
 
     # Checks
 
@@ -444,16 +446,11 @@ class AttnSlices:
         Raises:
             ValueError: as `validate`.
         """
-        if self.versions is None or self.versions == (found := _versions(*self._lists())):
+        if self.versions is None or self.versions == (found := _versions(*self.lists)):
             return
         if _has_values(self.q_ranges):
             self.validate()
             object.__setattr__(self, "versions", found)
-
-    @property
-    def is_padded(self) -> bool:
-        """True if some slices are empty. Waits for the device if the slices are on a GPU."""
-        return not bool(self._live().all())
 
     def compact(self) -> AttnSlices:
         """The same slices without the empty ones. Waits for the device if the slices are on a GPU."""
@@ -559,7 +556,7 @@ class AttnSlices:
             TypeError: a bound is no int.
             ValueError: the range does not lie in the rows.
         """
-        check_range("begin, end", begin, end, "seqlen_q", self.seqlen_q)
+        check_range(begin, end, "seqlen_q", self.seqlen_q)
         return self._with_rects(self.rects().clipped(begin, end).live())
 
     def restrict_k(self, begin: int, end: int) -> AttnSlices:
@@ -578,7 +575,7 @@ class AttnSlices:
             TypeError: a bound is no int.
             ValueError: the range does not lie in the keys.
         """
-        check_range("begin, end", begin, end, "seqlen_k", self.seqlen_k)
+        check_range(begin, end, "seqlen_k", self.seqlen_k)
         return self._with_rects(self.rects().clipped_to_columns(begin, end).straight().live())
 
     def normalize(self) -> AttnSlices:

@@ -120,7 +120,7 @@ def flex_flash_attention(
     }
     if sinks is not None:
         out, lse, max_scores = flex_flash_attention(q, k, v, slices, **given)
-        check_sinks(sinks, "q", q, q.shape[1])
+        check_sinks(sinks, q)
         out = out_with_sinks(out, lse, sinks, heads_first=False)
         return AttnOutput(out, lse_with_sinks(lse, sinks), max_scores)
     if has_torch_function_mode():  # context parallelism
@@ -208,12 +208,10 @@ def _with_slices(
 ) -> tuple[Any, ...]:
     """The arguments behind v up to the kernel, with slices and their plan."""
     q, k, v = qkv
-    lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
     if not slices.is_checked:
         totals = slices.seqlen_q, slices.seqlen_k
-        q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
-        lists = [q_ranges, k_ranges, mask_types]
-        slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
+        lists: tuple[Tensor, Tensor, Tensor] = torch.ops.magi.checked_slices(*slices.lists, *totals)
+        slices = AttnSlices.unchecked(*lists, *totals)
     has_bits, has_score = slices.bits is not None, scored is not None
     if (has_bits or has_score) and not kernel and not torch.compiler.is_compiling():
         problem = replace(
@@ -224,7 +222,7 @@ def _with_slices(
         )
         kernel = _kernel_of_eager_call(problem, scored)
     plan = plan_of_call(q, k, v, slices, softcap, kernel, has_score=has_score)
-    return lists, plan, softmax_scale, softcap, kernel
+    return list(slices.lists), plan, softmax_scale, softcap, kernel
 
 
 @overload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,17 +33,17 @@ def define_differentiable(
     values: Any,
     differentiable: type[torch.autograd.Function],
     register_rules: Callable[[], None],
-    tables_of: Callable[..., Sequence[Tensor]] | None = None,
+    tables_at: int,
 ) -> None:
     """Registers the op `schema`: calls `differentiable` if q, k, v or a captured tensor needs a gradient,
     else the op `values`.
 
     `differentiable` takes the arguments behind q, k and v first, as a tuple, and then these and the captured tensors,
-    which `tables_of` finds among the arguments behind v. `register_rules` registers how DTensors q, k and v are
-    sharded."""
+    which are argument `tables_at` behind v, if given. `register_rules` registers how DTensors q, k and v are sharded.
+    """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        tables = [] if tables_of is None else tables_of(*rest)
+        tables = (rest[tables_at] if len(rest) > tables_at else None) or ()
         refuse_transforms(q, k, v, *tables)
         if are_distributed(q, k, v):
             register_rules()

@@ -44,7 +44,7 @@ from magi_compile.ops.arguments import AttentionOptions, Numbering, short
 from magi_compile.ops.define import define_differentiable, gradients
 from magi_compile.ops.layout import by_entries, packed
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
-from magi_compile.ops.scale import Scaled
+from magi_compile.ops.scale import Scaled, scale_of_kernel
 from magi_compile.ops.sharding import register_rules
 from magi_compile.ops.validation import check_op, check_op_gradients
 from magi_compile.score.program import ScoreCall, ScoreProgram
@@ -145,13 +145,12 @@ def _plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) ->
     """The plan of a call that brings none."""
     if slices is None:
         raise ValueError("`slices` and `plan` must not both be empty")
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     # A call may be the first in inference mode and the next one not, to which tensors of that mode are of no use.
     with torch.inference_mode(False):
         if slices.device.type != "cpu":
             return kernel.plan(slices, problem)
         totals = slices.seqlen_q, slices.seqlen_k
-        key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
+        key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, slices.lists))
         if key not in _by_content:
             slices.check_bounds()  # somebody may have written to them, uncounted or in front of a compiled graph
             _by_content[key] = unpack(pack(kernel.plan(slices, problem)))
@@ -187,9 +186,8 @@ def plan_of_call(
     """
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     if torch.compiler.is_compiling() or _compat.is_traced(q):
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
         rest = (*totals, q.dtype, *heads, softcap, kernel, *short((slices.bits, has_score), 0))
-        return torch.ops.magi.plan(*lists, *rest)  # type: ignore[no-any-return]
+        return torch.ops.magi.plan(*slices.lists, *rest)  # type: ignore[no-any-return]
     chosen, problem = chosen_for(
         *(q.device, q.dtype, heads, 1.0, softcap, kernel or None),
         has_bits=slices.bits is not None,
@@ -218,12 +216,7 @@ class _KernelCall(NamedTuple):
 def _prepared(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor) -> _KernelCall:
     """The call of packed tensors as a kernel takes it."""
     (total_q, nheads_q, head_dim), (total_k, nheads_kv, head_dim_v) = q.shape, v.shape
-    # A score program tells the sign of a score: the scale stays with it.
-    scaled = (
-        Scaled(q, options.softmax_scale, 1.0)
-        if options.score
-        else Scaled.of(q, options.softmax_scale)
-    )
+    scaled = Scaled.of(q, options.softmax_scale, options.score)
     made = unpack(options.plan) if options.plan else None
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     block_map = None if made is None else made.block_map
@@ -281,7 +274,7 @@ def _begin(
         return
     sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     nheads_q, nheads_kv, head_dim, head_dim_v = (_compat.size_at_hand(x) for x in sizes)
-    scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
+    scale = scale_of_kernel(options.softmax_scale, options.score)
     numbering = [_compat.size_at_hand(x) for x in options.numbering]
     # Whatever speaks against it, the call will say.
     with suppress(Exception):
@@ -512,14 +505,7 @@ class _Attention(torch.autograd.Function):
         return (None, dq, dk, dv, *gradients_of_tables(sums, tables, wanted))
 
 
-def _tables_of(*rest: Any) -> Sequence[Tensor]:
-    return rest[_TABLES] or () if len(rest) > _TABLES else ()
-
-
-_TABLES = AttentionOptions._fields.index("tables")
-
-
 define_differentiable(
     *(_lib, f"attention{_FWD}", torch.ops.magi.ffa_fwd.default, _Attention, register_rules),
-    tables_of=_tables_of,
+    tables_at=AttentionOptions._fields.index("tables"),
 )

@@ -27,19 +27,16 @@ def lse_with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
     return torch.logaddexp(lse, sinks.float()[:, None])
 
 
-def check_sinks(sinks: Any, name: str, q: Tensor, nheads_q: int) -> None:
-    """Raises TypeError or ValueError if `sinks` are not one score for each head of `q`,
-    which the caller calls `name`."""
+def check_sinks(sinks: Any, q: Tensor) -> None:
+    """Raises TypeError or ValueError if `sinks` are not one score for each head of `q`, packed."""
     if not isinstance(sinks, Tensor):
         raise TypeError(f"`sinks` must be a tensor or None, got {type(sinks).__name__}")
     if not sinks.is_floating_point():
         raise ValueError(f"`sinks` must be of a floating-point dtype, got {sinks.dtype}")
-    if tuple(sinks.shape) != (nheads_q,):
+    if tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(
-            f"`sinks` must have one score for each head of `{name}`, [{shown(nheads_q)}], got shape "
+            f"`sinks` must have one score for each head of `q`, [{shown(q.shape[1])}], got shape "
             f"{shown(sinks.shape)}"
         )
     if sinks.device != q.device:
-        raise ValueError(
-            f"`sinks` must be on the device of `{name}`, {q.device}, got {sinks.device}"
-        )
+        raise ValueError(f"`sinks` must be on the device of `q`, {q.device}, got {sinks.device}")

@@ -518,10 +518,7 @@ def test_shards_are_lowered(ranks_of, placements):
 def run_ops(group, placements):
     mesh = mesh_of_2x2(group)
     q, k, v, dout = packed(4, 2)
-    given = [
-        distribute_tensor(x, mesh, [R, R])
-        for x in (SLICES.q_ranges, SLICES.k_ranges, SLICES.mask_types)
-    ]
+    given = [distribute_tensor(x, mesh, [R, R]) for x in SLICES.lists]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse, _ = magi_compile.flex_flash_attention(*leaves, SLICES, softmax_scale=0.3)
     wanted = torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)))

@@ -13,15 +13,14 @@ from magi_compile.functions.text import (
     names_of_captures,
 )
 from magi_compile.masks.evaluation.bit_blocks import (
-    Grid,
-    Heads,
     slices_with_bits,
     visible_blocks,
 )
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from tests.masks.support.mask_mods import MASK_MODS
 
 CPU = torch.device("cpu")
-GRID = Grid(2, Heads(2, 2), 200, 140)
+SIZES = MaskSizes(2, 200, 140, Heads(2, 2))
 TABLE = torch.arange(200) % 7
 SQUARE = torch.arange(200 * 150).view(200, 150) % 5
 
@@ -55,21 +54,21 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_stays_the_same(name, monkeypatch):
     with in_ops():
-        wanted = slices_with_bits(mask_of(*RIGHT[name]), GRID, None, CPU)
+        wanted = slices_with_bits(mask_of(*RIGHT[name]), SIZES, None, CPU)
         monkeypatch.setattr(guards, "is_needed", lambda device: True)
-        found = slices_with_bits(mask_of(*RIGHT[name]), GRID, None, CPU)
+        found = slices_with_bits(mask_of(*RIGHT[name]), SIZES, None, CPU)
     assert torch.equal(found.to_dense(), wanted.to_dense())
     assert int(wanted.to_dense().sum()) > 0
 
 
 @pytest.mark.parametrize("name", list(MASK_MODS)[::4])
 def test_named_masks_stay_the_same(name, monkeypatch):
-    grid = Grid(2, Heads(), 130, 97)
+    sizes = MaskSizes(2, 130, 97)
     mask_mod = MASK_MODS[name](2, 130, 97)
     with in_ops():
-        wanted = slices_with_bits(mask_mod, grid, None, CPU)
+        wanted = slices_with_bits(mask_mod, sizes, None, CPU)
         monkeypatch.setattr(guards, "is_needed", lambda device: True)
-        found = slices_with_bits(mask_mod, grid, None, CPU)
+        found = slices_with_bits(mask_mod, sizes, None, CPU)
     assert torch.equal(found.to_dense(), wanted.to_dense())
 
 
@@ -98,16 +97,16 @@ def test_named_masks_stay_the_same(name, monkeypatch):
 )  # fmt: skip
 def test_data_that_mean_nothing(text, table, message, always_guarded):
     with in_ops(), pytest.raises(MaskDataError, match=message):
-        slices_with_bits(mask_of(text, table, titles=("docs",)), GRID, None, CPU)
+        slices_with_bits(mask_of(text, table, titles=("docs",)), SIZES, None, CPU)
     with in_ops(), pytest.raises(MaskDataError, match=message):
-        visible_blocks(mask_of(text, table, titles=("docs",)), GRID, 64, 64, CPU)
+        visible_blocks(mask_of(text, table, titles=("docs",)), SIZES, 64, 64, CPU)
 
 
 def test_pairs_that_do_not_exist_do_not_count(always_guarded):
     """Neither sequence fills its last block, and tables have just as many entries."""
     mask_mod = mask_of("t0[q] == t1[kv]", torch.zeros(130).int(), torch.zeros(9).int())
     with in_ops():
-        slices = slices_with_bits(mask_mod, Grid(1, Heads(), 130, 9), None, CPU)
+        slices = slices_with_bits(mask_mod, MaskSizes(1, 130, 9), None, CPU)
     assert slices.area() == 130 * 9
 
 
@@ -116,7 +115,7 @@ def test_numbers_that_mean_nothing(text, always_guarded):
     """Of those the host knows."""
     message = "the mask_mod must have a value for each query and key, but it raises "
     with in_ops(), pytest.raises(MaskDataError, match=message):
-        slices_with_bits(mask_of(text, torch.zeros(4, 4).int()), Grid(1, Heads(), 4, 4), None, CPU)
+        slices_with_bits(mask_of(text, torch.zeros(4, 4).int()), MaskSizes(1, 4, 4), None, CPU)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_a_gpu_goes_on(text):
 
     device = torch.device("cuda")
     with in_ops():
-        slices_with_bits(mask_of(text, TABLE.to(device)), GRID, None, device)
+        slices_with_bits(mask_of(text, TABLE.to(device)), SIZES, None, device)
     with pytest.raises(MaskDataError, match=r"at q = "):
         synchronize_checks()
     assert int(torch.ones(5, device=device).sum()) == 5

@@ -106,7 +106,6 @@ def test_the_op_plans_for_the_soft_cap(softcap, slices, monkeypatch):
 
     monkeypatch.setattr(library, "problem_on", problem_on)
     library.chosen_for.cache_clear()
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    plan = torch.ops.magi.plan(*lists, ROWS, ROWS, torch.bfloat16, *HEADS, softcap, "hopper")
+    plan = torch.ops.magi.plan(*slices.lists, ROWS, ROWS, torch.bfloat16, *HEADS, softcap, "hopper")
     library.chosen_for.cache_clear()
     assert unpack(plan).tiles == plan_tiles(problem)

@@ -141,8 +141,13 @@ def test_lists_that_contradict_the_mask_mod():
 def test_wrong_lists():
     mask = block_mask_of(noop_mask, 1, 64, 64)
     far = raw(mask, seq_lengths=(64, 30))
-    with pytest.raises(MaskDataError, match=r"full_kv_indices` must be in \[0, 1\), got 1"):
+    with pytest.raises(
+        MaskDataError, match=r"full_kv_indices` must be in \[0, 1\), but it holds 1"
+    ):
         slices_from_block_mask(far)
+    many = raw(mask, full_kv_num_blocks=mask.full_kv_num_blocks + 1)
+    with pytest.raises(MaskDataError, match="full_kv_num_blocks` must be from 0 to 2, the columns"):
+        slices_from_block_mask(many)
     short = raw(mask, seq_lengths=(100, 64))
     with pytest.raises(ValueError, match="kv_num_blocks` must cover 7 q blocks, got 4"):
         slices_from_block_mask(short)

@@ -112,7 +112,7 @@ def test_restrict(slices, data):
     rows[begin:end] = mask[begin:end]
     restricted = slices.restrict_q(begin, end)
     assert torch.equal(restricted.to_dense(), rows)
-    assert not restricted.is_padded
+    assert len(restricted) == len(restricted.compact())
     restricted.validate()
 
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, slices.seqlen_k)] * 2)))
@@ -120,7 +120,7 @@ def test_restrict(slices, data):
     keys[:, begin:end] = mask[:, begin:end]
     restricted = slices.restrict_k(begin, end)
     assert torch.equal(restricted.to_dense(), keys)
-    assert not restricted.is_padded
+    assert len(restricted) == len(restricted.compact())
     restricted.validate()
 
 
@@ -207,10 +207,8 @@ def test_constructors_need_few_slices():
 def test_padding():
     lists = ([[0, 4], [0, 0], [4, 8]], [[0, 4], [0, 0], [5, 5]], [1, 0, 0])
     padded = AttnSlices.from_lists(*lists, 8, 8)
-    assert padded.is_padded
     assert len(padded) == 3
     assert list(padded.compact()) == [((0, 4), (0, 4), MaskType.CAUSAL)]
-    assert not padded.compact().is_padded
     assert padded.area() == 10
     assert padded[2] == ((4, 8), (5, 5), MaskType.FULL)
     assert "3 slices, seqlen_q=8, seqlen_k=8" in repr(padded)

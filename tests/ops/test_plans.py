@@ -175,8 +175,7 @@ def test_a_plan_is_a_value_of_the_graph():
     torch.compile(flex_flash_attention, backend=keep, fullgraph=True)(q, k, v, slices)
     targets = [node.target for node in graphs[0].graph.nodes]
     assert torch.ops.magi.plan in targets
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    assert torch.ops.magi.plan(*lists, TOTAL, TOTAL, q.dtype, 2, 2, 16, 16, 0.0, "cpu") == []
+    assert torch.ops.magi.plan(*slices.lists, TOTAL, TOTAL, q.dtype, 2, 2, 16, 16, 0.0, "cpu") == []
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -5,7 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magi_compile.masks.bits import BLOCK, unpack
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
+from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from tests.plan.walked import seen
@@ -43,8 +44,8 @@ SIZES = [(300, 260, 2, Heads(2, 1)), (BLOCK, BLOCK, 1, Heads()), (100, 300, 3, H
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_plan_is_the_mask(sizes, tile_rows, block_cols, exact):
     seqlen_q, seqlen_k, batch, heads = sizes
-    grid = Grid(batch, heads, seqlen_q, seqlen_k)
-    slices = slices_with_bits(mixed, grid, None, torch.device("cpu"))
+    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads)
+    slices = slices_with_bits(mixed, sizes, None, torch.device("cpu"))
     plan = build_tile_plan(
         slices,
         q_tile_rows=tile_rows,
@@ -61,13 +62,12 @@ def test_the_plan_is_the_mask(sizes, tile_rows, block_cols, exact):
 
 
 def test_shapes_follow_from_shapes():
-    grid = Grid(2, Heads(), 300, 300)
-    slices = slices_with_bits(mixed, grid, None, torch.device("cpu"))
+    sizes = MaskSizes(2, 300, 300)
+    slices = slices_with_bits(mixed, sizes, None, torch.device("cpu"))
     sizes = dict.fromkeys(("q_tile_rows", "q_block_cols", "k_tile_rows", "k_block_cols"), 64)
     shapes = [x.shape for x in build_tile_plan(slices, **sizes, exact=False)]
     with FakeTensorMode() as mode:
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-        fakes = [mode.from_tensor(x) for x in (*lists, slices.bits)]
+        fakes = [mode.from_tensor(x) for x in (*slices.lists, slices.bits)]
         totals = slices.seqlen_q, slices.seqlen_k
         fake = AttnSlices.unchecked(*fakes[:3], *totals, fakes[3])
         assert [x.shape for x in build_tile_plan(fake, **sizes, exact=False)] == shapes

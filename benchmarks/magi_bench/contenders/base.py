@@ -145,8 +145,8 @@ def import_error(module: str) -> str | None:
     return None
 
 
-def memory_refusal(needed: int, what: str, device: str) -> list[str]:
-    """A reason if `needed` bytes are more than half of the device's memory."""
+def memory_refusal(needed: int, device: str) -> list[str]:
+    """A reason if scores of `needed` bytes are more than half of the device's memory."""
     if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
     else:
@@ -155,7 +155,7 @@ def memory_refusal(needed: int, what: str, device: str) -> list[str]:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed <= total // 2:
         return []
-    return [f"{what} would take {needed / 2**30:.0f} GiB of {total / 2**30:.0f} GiB"]
+    return [f"the scores would take {needed / 2**30:.0f} GiB of {total / 2**30:.0f} GiB"]
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ class _Magi(Kernel):
             return self._of_lists(workload, inputs)
         slices = workload.slices.to(inputs.q.device)
         problem = _problem(workload, inputs.q.device.type)
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        lists = slices.lists
         plan = torch.ops.magi.plan(
             *(*lists, slices.seqlen_q, slices.seqlen_k, problem.dtype),
             *(problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v),

@@ -95,7 +95,7 @@ class MathSdpa(_Sdpa):
         case = workload.case
         # Scores, their softmax and two gradients, in fp32 at most.
         scores = 4 * case.nheads_q * case.seqlen**2 * 4
-        return [*super().supports(workload, device), *memory_refusal(scores, "the scores", device)]
+        return [*super().supports(workload, device), *memory_refusal(scores, device)]
 
 
 class Naive(Kernel):
@@ -113,7 +113,7 @@ class Naive(Kernel):
         width = getattr(torch, case.dtype).itemsize
         # Scores, their softmax and two gradients of the same shape.
         needed = 4 * case.nheads_q * case.seqlen**2 * width
-        return memory_refusal(needed, "the scores", device)
+        return memory_refusal(needed, device)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         case = workload.case

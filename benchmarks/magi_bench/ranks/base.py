@@ -179,8 +179,7 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
     sizes = (heads[0], heads[1], case.head_dim, case.head_dim)
     asked = problem_on(world.device, getattr(torch, case.dtype), sizes, case.head_dim**-0.5)
     kernel = select(asked).kernel
-    made = pack(kernel.plan(slices, asked))
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    made, lists = pack(kernel.plan(slices, asked)), slices.lists
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = asked.softmax_scale
@@ -194,7 +193,7 @@ def flex_on(world: World, block_mask: BlockMask, *, over_ranks: bool) -> Attend:
     """Compiled FlexAttention of packed tensors, with PyTorch's style of context parallelism or on one rank."""
     module = Attention(None)
     if over_ranks:
-        parallelize_module(module, world.mesh, _compat.context_parallel_style_of_torch(2))
+        parallelize_module(module, world.mesh, _compat.context_parallel_style_of_torch())
 
     def call(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
         out: Tensor = module(q, k, v, block_mask)

@@ -195,7 +195,7 @@ class TorchTraining(Training):
         return made
 
     def changed(self, model: Llama) -> Llama:
-        style = _compat.context_parallel_style_of_torch(2)
+        style = _compat.context_parallel_style_of_torch()
         parallelize_module(model, self.world.mesh, {"blocks.*.attention": style})
         return model
 

@@ -68,7 +68,7 @@ class Workload:
     def mask_hash(self) -> str:
         """Hashes the slices: equal masks of two runs have equal hashes."""
         digest = hashlib.sha256()
-        for part in (self.slices.q_ranges, self.slices.k_ranges, self.slices.mask_types):
+        for part in self.slices.lists:
             part = part.contiguous()
             digest.update(ctypes.string_at(part.data_ptr(), part.nbytes))
         return digest.hexdigest()[:12]

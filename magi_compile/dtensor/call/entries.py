@@ -88,7 +88,7 @@ class Packing(NamedTuple):
         (first_b, first_h), heads = self.first, self.entries.heads
         b = entry.div(heads, rounding_mode="floor") - first_b
         h = entry.remainder(heads) - first_h
-        lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
+        lists = list(slices.lists)
         if self.entries.batch == 1:  # all batch entries have the same masks
             b = torch.arange(self.batch, device=b.device).repeat_interleave(len(b))
             h, *lists = (torch.cat([x] * self.batch) for x in (h, *lists))

@@ -12,7 +12,7 @@ plan says the mask, with blocks of bits and masks of each batch entry and head; 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
@@ -36,7 +36,7 @@ from magi_compile.dtensor.transport.collectives import select as select_collecti
 from magi_compile.kernels.base import Grads, Saved, in_output_layout, new_max_scores, output_like
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import gradients_of_tables, new_sums, split_sums, wanted_tables
-from magi_compile.ops.scale import Scaled
+from magi_compile.ops.scale import Scaled, scale_of_kernel
 from magi_compile.score.program import ScoreProgram
 
 _lib = torch.library.Library("magi", "FRAGMENT")
@@ -127,7 +127,7 @@ def _begin_traced(
     """Begins to compile what a call of fake tensors will launch."""
     if not _compat.is_in_use(qkv[0].device):
         return
-    scale = options.softmax_scale if options.score else abs(options.softmax_scale) or 1.0
+    scale = scale_of_kernel(options.softmax_scale, options.score)
     with suppress(Exception):  # of sizes that nobody knows yet
         ahead.begin_call(Asked.of(options, scale, qkv, is_backward=is_backward))
 
@@ -140,7 +140,7 @@ def _scoring(options: Options, plan: DevicePlan) -> Scoring:
 
 def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     options = Options(*rest)
-    scaled = _scaled(q, options)
+    scaled = Scaled.of(q, options.softmax_scale, options.score)
     execution = _execution(options, scaled, k, v)
     entries = execution.prepared.entries
     queries = scaled.q if entries == 1 else packed(scaled.q, entries)
@@ -156,12 +156,6 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     return in_output_layout(q, out), lse, max_scores
 
 
-def _scaled(q: Tensor, options: Options) -> Scaled:
-    if options.score:  # which tells the sign of a score: the scale stays with it
-        return Scaled(q, options.softmax_scale, 1.0)
-    return Scaled.of(q, options.softmax_scale)
-
-
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     options = Options(*rest)
     _begin_traced(options, (q, k, v))
@@ -175,7 +169,8 @@ def _cp_ffa_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse, *others = rest
     options = Options.of_backward(*others)
-    scaled, tables, wanted = _scaled(q, options), options.tables or (), options.wanted
+    scaled = Scaled.of(q, options.softmax_scale, options.score)
+    tables, wanted = options.tables or (), options.wanted
     execution = _execution(options, scaled, k, v, is_backward=True)
     queries, entries = scaled.q, execution.prepared.entries
     sums = new_sums(tables, wanted, q)
@@ -260,12 +255,8 @@ class _AttentionOverRanks(torch.autograd.Function):
 _TABLES = Options._fields.index("tables")  # in front are the arguments that every call has
 
 
-def _tables_of(*rest: Any) -> Sequence[Tensor]:
-    return rest[_TABLES] or () if len(rest) > _TABLES else ()
-
-
 define_differentiable(
     *(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default),
     *(_AttentionOverRanks, register_rules),
-    tables_of=_tables_of,
+    tables_at=_TABLES,
 )

@@ -95,12 +95,10 @@ def bytes_of(x: Tensor) -> bytes:
 def _rects(slices: AttnSlices) -> tuple[Rects, Tensor]:
     """Trimmed rects of slices on the CPU, and the number of the block of each, -1 for none. Beside blocks of bits they
     are of whole blocks, neighbours along the keys in one."""
-    q_ranges, k_ranges, mask_types = (
-        x.cpu() for x in (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    )
+    q_ranges, k_ranges, mask_types = (x.cpu() for x in slices.lists)
     totals = slices.seqlen_q, slices.seqlen_k
     host = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals).compact()
-    q_ranges, k_ranges, mask_types = host.q_ranges, host.k_ranges, host.mask_types
+    q_ranges, k_ranges, mask_types = host.lists
     if slices.bits is None:
         rects = Rects.from_ranges(q_ranges, k_ranges, mask_types).trimmed()
         return rects, torch.full_like(rects.row_begin, -1)

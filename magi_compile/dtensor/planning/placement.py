@@ -328,7 +328,6 @@ def _best_swap(
     limit: float,
     needs: _Needs,
     num_targets: int,
-    num_choices: int = 12,
 ) -> tuple[int, int, int] | None:
     """`(target rank, chunk given to it, chunk received from it)`, or None where nothing improves.
 
@@ -343,7 +342,7 @@ def _best_swap(
         others = areas[target]
         # The moved area must take the source below the limit and leave the target below it.
         room = limit - loads[target]
-        if room < over or len(settling) >= num_choices:
+        if room < over or len(settling) >= 12:  # enough to choose from
             break
         for i in range(bisect_left(given_areas, others[0] + over), len(givens)):
             index = bisect_left(others, given_areas[i] - room)

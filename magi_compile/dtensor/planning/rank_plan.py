@@ -460,7 +460,7 @@ def _plan(
 
 def _content_of(slices: AttnSlices, cp_size: int) -> bytes:
     sizes = _bytes_of(slices.seqlen_q, slices.seqlen_k, cp_size, len(slices))
-    lists = map(bytes_of, (slices.q_ranges, slices.k_ranges, slices.mask_types))
+    lists = map(bytes_of, slices.lists)
     return b"".join([sizes, *lists, slices.content if isinstance(slices, Cover) else b""])
 
 

@@ -115,8 +115,7 @@ class SequencePlan(SpreadTokens):
         self._block_mask: BlockMask | None = None
 
     def _spread(self, slices: AttnSlices) -> SpreadSlices:
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-        whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
+        whole = SpreadSlices.unchecked(*slices.lists, slices.seqlen_q, slices.seqlen_k)
         vars(whole).update(plan=self, digest=self.meta[:1].clone())
         return cast(SpreadSlices, whole)
 
@@ -273,7 +272,7 @@ class SequencePlan(SpreadTokens):
             *(q, k, v, self.meta, scale, softcap), score_mod, return_max_scores=with_max
         )
         if sinks is not None:
-            check_sinks(sinks, "q", q, q.shape[1])
+            check_sinks(sinks, q)
             out = out_with_sinks(out, lse, sinks, heads_first=q.ndim == 4)
             lse = lse_with_sinks(lse, sinks)
         return returned(out, lse, max_scores, return_lse=return_lse, return_aux=return_aux)

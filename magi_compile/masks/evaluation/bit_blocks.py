@@ -24,7 +24,7 @@ from magi_compile.masks.evaluation.block_lists import (
     BlockLists,
     heads_that_differ,
 )
-from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
+from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.slices import AttnSlices
 
 MAX_BLOCKS, MAX_BLOCKS_ON_GPU = 256, 1024  # evaluated at a time: 4M and 16M pairs
@@ -33,37 +33,6 @@ MaskMod = Callable[..., Tensor]
 
 
 _OF_DATA = ("out of bounds", "out of range", "ZeroDivisionError")  # what PyTorch says of it
-
-
-class Grid(NamedTuple):
-    """The blocks of all masks, in the order of batch entry, head, queries and keys."""
-
-    batch: int
-    heads: Heads
-    seqlen_q: int
-    seqlen_k: int
-
-    @property
-    def blocks_q(self) -> int:
-        return -(-self.seqlen_q // BLOCK)
-
-    @property
-    def blocks_k(self) -> int:
-        return -(-self.seqlen_k // BLOCK)
-
-    @property
-    def num_blocks(self) -> int:
-        return self.batch * self.heads.q * self.blocks_q * self.blocks_k
-
-    @property
-    def sizes(self) -> MaskSizes:
-        return MaskSizes(self.batch, self.seqlen_q, self.seqlen_k, self.heads)
-
-    def place(self, number: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Batch entry, head, first query and first key of blocks."""
-        line, key = number // self.blocks_k, number % self.blocks_k
-        entry, row = line // self.blocks_q, line % self.blocks_q
-        return entry // self.heads.q, entry % self.heads.q, row * BLOCK, key * BLOCK
 
 
 class Listed(NamedTuple):
@@ -82,17 +51,17 @@ class Listed(NamedTuple):
     keys: int
 
     @classmethod
-    def of(cls, lists: BlockLists, rows: int, keys: int, grid: Grid) -> Listed:
-        """Those of the mask of `grid`, in blocks of `rows` queries and `keys` keys.
+    def of(cls, lists: BlockLists, rows: int, keys: int, sizes: MaskSizes) -> Listed:
+        """Those of the mask of `sizes`, in blocks of `rows` queries and `keys` keys.
 
         The lists are of 1 or all batch entries and heads; if the mask is one of all heads, so must the lists be.
         Raises MaskDataError, on a GPU later, for a block that the mask does not have, and where heads have other
         lists.
         """
-        num_q, num_k = -(-grid.seqlen_q // rows), -(-grid.seqlen_k // keys)
+        num_q, num_k = -(-sizes.seqlen_q // rows), -(-sizes.seqlen_k // keys)
         checks = lists.index_checks(num_q, num_k)
         listed = cls(*lists.grids(num_q, num_k), rows, keys)
-        if grid.heads.q == 1 and listed.partial.shape[1] > 1:
+        if sizes.heads.q == 1 and listed.partial.shape[1] > 1:
             checks.append(MaskCheck(~listed.head_differs.any(), *OF_ONE_HEAD, ()))
         require(checks)
         return listed
@@ -118,24 +87,24 @@ class Listed(NamedTuple):
 
 
 def slices_with_bits(
-    mask_mod: MaskMod, grid: Grid, listed: Listed | None, device: torch.device
+    mask_mod: MaskMod, sizes: MaskSizes, listed: Listed | None, device: torch.device
 ) -> AttnSlices:
     """The slices of a mask: row q of the n-th (batch entry, head) is row `n * seqlen_q + q`, keys likewise with the
     heads of keys.
 
-    There are `grid.num_blocks` of them, and one bit block more than that. The memory of blocks without bits is never
+    There are `sizes.num_blocks` of them, and one bit block more than that. The memory of blocks without bits is never
     touched: on a CPU it costs addresses alone. `listed` are the block lists beside the mask_mod, or None. Raises
     MaskDataError, on a GPU later, where the mask_mod looks up what a captured tensor does not have, divides by zero,
     or hides keys in a full block.
     """
-    count = grid.num_blocks
+    count = sizes.num_blocks
     bits = torch.empty(count + 1, BLOCK, WORDS, dtype=torch.int32, device=device)
     mask_types = torch.zeros(count, dtype=torch.int32, device=device)
     is_empty = torch.ones(count, dtype=torch.bool, device=device)
     num_bits = torch.zeros((), dtype=torch.int64, device=device)
     faults = _Faults(device)
-    for numbers in _candidates(grid, listed, device):
-        pairs = _Pairs.of(grid, numbers)
+    for numbers in _candidates(sizes, listed, device):
+        pairs = _Pairs.of(sizes, numbers)
         shown, is_inside = _evaluate(mask_mod, pairs, faults), pairs.is_inside
         if listed is not None:
             in_partial, in_full = listed.of_pairs(*pairs[:4])
@@ -149,8 +118,8 @@ def slices_with_bits(
         is_empty[numbers] = num_shown == 0
         num_bits = num_bits + has_bits.sum()
     require(faults.checks)
-    q_ranges, k_ranges = (torch.where(is_empty[:, None], 0, x) for x in _ranges(grid, device))
-    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *grid.sizes.totals, bits)
+    q_ranges, k_ranges = (torch.where(is_empty[:, None], 0, x) for x in _ranges(sizes, device))
+    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *sizes.totals, bits)
 
 
 def without_padding(slices: AttnSlices) -> AttnSlices:
@@ -159,54 +128,53 @@ def without_padding(slices: AttnSlices) -> AttnSlices:
     assert slices.bits is not None
     count = int((slices.mask_types >= FIRST_BITS).sum())
     bits = slices.bits[:count].clone()
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    return AttnSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k, bits)
+    return AttnSlices.unchecked(*slices.lists, slices.seqlen_q, slices.seqlen_k, bits)
 
 
 def visible_blocks(
-    mask_mod: MaskMod, grid: Grid, rows: int, keys: int, device: torch.device
+    mask_mod: MaskMod, sizes: MaskSizes, rows: int, keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """In which blocks of `rows` rows and `keys` keys some pair is visible, and in which all are: bool
     `[batch, nheads, q blocks, kv blocks]`. Blocks at the end may be smaller."""
-    num_q, num_k = -(-grid.seqlen_q // rows), -(-grid.seqlen_k // keys)
-    shape = (grid.batch, grid.heads.q, num_q, num_k)
+    num_q, num_k = -(-sizes.seqlen_q // rows), -(-sizes.seqlen_k // keys)
+    shape = (sizes.batch, sizes.heads.q, num_q, num_k)
     counts = torch.zeros(shape, dtype=torch.int64, device=device)
     faults = _Faults(device)
-    for numbers in _candidates(grid, None, device):
-        shown = _evaluate(mask_mod, _Pairs.of(grid, numbers), faults)
+    for numbers in _candidates(sizes, None, device):
+        shown = _evaluate(mask_mod, _Pairs.of(sizes, numbers), faults)
         which, q, kv = shown.nonzero().unbind(1)
-        b, h, row, key = (x[which] for x in grid.place(numbers))
+        b, h, row, key = (x[which] for x in sizes.place(numbers))
         place = (b, h, (row + q) // rows, (key + kv) // keys)
         counts.index_put_(place, torch.ones_like(which), accumulate=True)
     require(faults.checks)
     height, width = (
         (size - torch.arange(num, device=device) * step).clamp(max=step)
-        for size, num, step in ((grid.seqlen_q, num_q, rows), (grid.seqlen_k, num_k, keys))
+        for size, num, step in ((sizes.seqlen_q, num_q, rows), (sizes.seqlen_k, num_k, keys))
     )
     return counts > 0, counts == height[:, None] * width
 
 
-def _candidates(grid: Grid, listed: Listed | None, device: torch.device) -> Iterator[Tensor]:
+def _candidates(sizes: MaskSizes, listed: Listed | None, device: torch.device) -> Iterator[Tensor]:
     """The blocks in which something may be visible, some at a time."""
-    numbers = torch.arange(grid.num_blocks, device=device)
+    numbers = torch.arange(sizes.num_blocks, device=device)
     if listed is not None and device.type == "cpu":
-        numbers = numbers[_are_listed(grid, listed)]
+        numbers = numbers[_are_listed(sizes, listed)]
     return filter(len, numbers.split(MAX_BLOCKS if device.type == "cpu" else MAX_BLOCKS_ON_GPU))
 
 
-def _are_listed(grid: Grid, listed: Listed) -> Tensor:
+def _are_listed(sizes: MaskSizes, listed: Listed) -> Tensor:
     """The blocks that have a part in any list, bool `[num_blocks]`."""
-    is_listed = (listed.partial | listed.full)[:, : grid.heads.q]
-    is_listed = is_listed.expand(grid.batch, grid.heads.q, -1, -1)
-    is_candidate = torch.zeros(grid.num_blocks, dtype=torch.bool, device="cpu")
+    is_listed = (listed.partial | listed.full)[:, : sizes.heads.q]
+    is_listed = is_listed.expand(sizes.batch, sizes.heads.q, -1, -1)
+    is_candidate = torch.zeros(sizes.num_blocks, dtype=torch.bool, device="cpu")
     b, h, q, kv = is_listed.nonzero().unbind(1)
-    height, width = min(listed.rows, grid.seqlen_q), min(listed.keys, grid.seqlen_k)
+    height, width = min(listed.rows, sizes.seqlen_q), min(listed.keys, sizes.seqlen_k)
     for row in range(-(-height // BLOCK) + 1):
         for key in range(-(-width // BLOCK) + 1):
-            q_block = (q * listed.rows // BLOCK + row).clamp(max=grid.blocks_q - 1)
-            k_block = (kv * listed.keys // BLOCK + key).clamp(max=grid.blocks_k - 1)
-            line = (b * grid.heads.q + h) * grid.blocks_q + q_block
-            is_candidate[line * grid.blocks_k + k_block] = True
+            q_block = (q * listed.rows // BLOCK + row).clamp(max=sizes.blocks_q - 1)
+            k_block = (kv * listed.keys // BLOCK + key).clamp(max=sizes.blocks_k - 1)
+            line = (b * sizes.heads.q + h) * sizes.blocks_q + q_block
+            is_candidate[line * sizes.blocks_k + k_block] = True
     return is_candidate
 
 
@@ -220,12 +188,12 @@ class _Pairs(NamedTuple):
     is_inside: Tensor
 
     @classmethod
-    def of(cls, grid: Grid, numbers: Tensor) -> _Pairs:
-        b, h, row, key = grid.place(numbers)
+    def of(cls, sizes: MaskSizes, numbers: Tensor) -> _Pairs:
+        b, h, row, key = sizes.place(numbers)
         step = torch.arange(BLOCK, device=numbers.device)
         q, kv = row[:, None] + step, key[:, None] + step
-        is_inside = (q < grid.seqlen_q)[:, :, None] & (kv < grid.seqlen_k)[:, None, :]
-        q, kv = q.clamp(max=grid.seqlen_q - 1), kv.clamp(max=grid.seqlen_k - 1)
+        is_inside = (q < sizes.seqlen_q)[:, :, None] & (kv < sizes.seqlen_k)[:, None, :]
+        q, kv = q.clamp(max=sizes.seqlen_q - 1), kv.clamp(max=sizes.seqlen_k - 1)
         return cls(b, h, q, kv, is_inside)
 
 
@@ -311,13 +279,13 @@ class _Faults:
         return [first.check(words) for words, first in self.found.items()]
 
 
-def _ranges(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+def _ranges(sizes: MaskSizes, device: torch.device) -> tuple[Tensor, Tensor]:
     """The rows and keys of all blocks, int32 `[num_blocks, 2]` each."""
-    b, h, row, key = grid.place(torch.arange(grid.num_blocks, device=device))
-    entry_q = b * grid.heads.q + h
-    entry_k = entry_q // grid.heads.group
+    b, h, row, key = sizes.place(torch.arange(sizes.num_blocks, device=device))
+    entry_q = b * sizes.heads.q + h
+    entry_k = entry_q // sizes.heads.group
     ranges = []
-    for entry, first, seqlen in ((entry_q, row, grid.seqlen_q), (entry_k, key, grid.seqlen_k)):
+    for entry, first, seqlen in ((entry_q, row, sizes.seqlen_q), (entry_k, key, sizes.seqlen_k)):
         end = (first + BLOCK).clamp(max=seqlen)
         ranges.append((torch.stack([first, end], -1) + (entry * seqlen)[:, None]).to(torch.int32))
     return ranges[0], ranges[1]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from magi_compile.masks.arguments import MAX_SEQLEN
+from magi_compile.masks.bits import BLOCK
 
 
 class Heads(NamedTuple):
@@ -66,3 +69,22 @@ class MaskSizes(NamedTuple):
             if isinstance(total, int) and total >= MAX_SEQLEN:
                 raise ValueError(f"`batch{heads} * {name}` must be below 2**30, got {total}")
         return rows, keys
+
+    @property
+    def blocks_q(self) -> int:
+        """Of an entry, of `BLOCK` queries each."""
+        return -(-self.seqlen_q // BLOCK)
+
+    @property
+    def blocks_k(self) -> int:
+        return -(-self.seqlen_k // BLOCK)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.entries * self.blocks_q * self.blocks_k
+
+    def place(self, number: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch entry, head, first query and first key of blocks, which are numbered in that order."""
+        line, key = number // self.blocks_k, number % self.blocks_k
+        entry, row = line // self.blocks_q, line % self.blocks_q
+        return entry // self.heads.q, entry % self.heads.q, row * BLOCK, key * BLOCK

@@ -18,7 +18,7 @@ from magi_compile._checks import MaskCheck, first_of
 from magi_compile.functions.text import at_points, names_of_captures
 from magi_compile.masks.bits import BLOCK as BIT_BLOCK
 from magi_compile.masks.bits import FIRST_BITS
-from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
+from magi_compile.masks.evaluation.bit_blocks import Listed
 from magi_compile.masks.evaluation.block_table import BlockTable
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.masks.evaluation.sizes import MaskSizes
@@ -181,18 +181,18 @@ def check_bits(
     tables: Sequence[Tensor],
     symbols: Sequence[int],
     slices: AttnSlices,
-    grid: Grid,
+    sizes: MaskSizes,
     listed: Listed | None = None,
 ) -> list[MaskCheck]:
-    """The same of slices of the blocks of `grid`, of which the n-th may have bits, and in the blocks that are
+    """The same of slices of the blocks of a mask, of which the n-th may have bits, and in the blocks that are
     `listed`."""
-    if not grid.num_blocks or not program.is_verifiable:
+    if not sizes.num_blocks or not program.is_verifiable:
         return []
     device = slices.mask_types.device
-    points = random_points(NUM_POINTS, grid.sizes, device)
-    shown = shown_by_bits(slices, points, grid)
-    is_listed = None if listed is None else _are_listed(listed, points, grid.heads.q)
-    return _checks(program, tables, symbols, points, shown, grid.heads.q, is_listed)
+    points = random_points(NUM_POINTS, sizes, device)
+    shown = shown_by_bits(slices, points, sizes)
+    is_listed = None if listed is None else _are_listed(listed, points, sizes.heads.q)
+    return _checks(program, tables, symbols, points, shown, sizes.heads.q, is_listed)
 
 
 def _are_listed(listed: Listed, points: Points, heads: int) -> Tensor:
@@ -201,11 +201,11 @@ def _are_listed(listed: Listed, points: Points, heads: int) -> Tensor:
     return (partial | full).flatten()
 
 
-def shown_by_bits(slices: AttnSlices, points: Points, grid: Grid) -> Tensor:
+def shown_by_bits(slices: AttnSlices, points: Points, sizes: MaskSizes) -> Tensor:
     """The points that such slices show, bool `[num_points]`."""
     assert slices.bits is not None
-    line = points.entry * grid.blocks_q + points.q // BIT_BLOCK
-    number = line * grid.blocks_k + points.kv // BIT_BLOCK
+    line = points.entry * sizes.blocks_q + points.q // BIT_BLOCK
+    number = line * sizes.blocks_k + points.kv // BIT_BLOCK
     mask_type, key = slices.mask_types[number].long(), points.kv % BIT_BLOCK
     block = (mask_type - FIRST_BITS).clamp(min=0)
     words = slices.bits[block, points.q % BIT_BLOCK, key // 32]

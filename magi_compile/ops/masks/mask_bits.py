@@ -19,9 +19,10 @@ from magi_compile.functions.text import in_ops, mask_mod_of, names_of_captures
 from magi_compile.kernels.select import arch_of, mask_bits_kernel
 from magi_compile.masks import AttnSlices, padded_slices_from_intervals
 from magi_compile.masks.bits import BLOCK, WORDS
-from magi_compile.masks.evaluation.bit_blocks import Grid, Listed, slices_with_bits
+from magi_compile.masks.evaluation.bit_blocks import Listed, slices_with_bits
 from magi_compile.masks.evaluation.row_intervals import exact_intervals
-from magi_compile.ops.masks.mask_call import ARGUMENTS, MaskCall, empty_where_broken
+from magi_compile.masks.evaluation.sizes import MaskSizes
+from magi_compile.ops.masks.mask_call import ARGUMENTS, MaskCall
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 
 _lib = torch.library.Library("magi", "FRAGMENT")
@@ -35,8 +36,7 @@ def _mask_bits(*arguments: Any) -> Lists:
     slices = _from_intervals(call) if call.capacity else None
     if slices is None:
         return _padded(_from_mask_mod(call), call)
-    require(call.second_opinion(slices))
-    call.passed(slices)
+    call.looked_at(slices)
     return _padded(slices, call)
 
 
@@ -58,62 +58,47 @@ def _from_intervals(call: MaskCall) -> AttnSlices | None:
 
 def _from_mask_mod(call: MaskCall) -> AttnSlices:
     """A slice for each block of queries and keys; by one kernel where there is one."""
-    mask, grid, listed = call.mask, call.grid, None
+    mask, sizes, listed = call.mask, call.sizes, None
     if lists := call.lists:
         rows, keys = call.block_size
-        listed = Listed.of(lists, rows, keys, grid)
+        listed = Listed.of(lists, rows, keys, sizes)
     on_device = mask_bits_kernel(arch_of(call.device))
     if on_device is not None:
-        made = on_device.run(mask, call.tables, call.symbols, grid, listed, call.device)
+        made = on_device.run(mask, call.tables, call.symbols, sizes, listed, call.device)
         if made is not None:
             hand_over_to_launcher()
-            q_ranges, k_ranges, mask_types, bits = made
-            return _looked_at_again((q_ranges, k_ranges, mask_types), bits, call, listed)
+            *_, bits = made
+            slices = call.slices(made[:3], bits)
+            return call.slices(call.looked_at(slices, listed=listed), bits)
     captures = names_of_captures(call.tables, call.symbols)
     with in_ops():
         mask_mod = mask_mod_of(mask.functions["mask"], captures, mask.names)
-        return slices_with_bits(mask_mod, grid, listed, call.device)
-
-
-def _looked_at_again(
-    lists: tuple[Tensor, Tensor, Tensor], bits: Tensor, call: MaskCall, listed: Listed | None
-) -> AttnSlices:
-    """The slices of a kernel, after the second opinion."""
-    slices = call.slices(lists, bits)
-    checks = call.second_opinion(slices, listed=listed)
-    require(checks)
-    call.passed(slices)
-    return call.slices(empty_where_broken(lists, checks), bits)
+        return slices_with_bits(mask_mod, sizes, listed, call.device)
 
 
 def _padded(slices: AttnSlices, call: MaskCall) -> Lists:
     """The slices, and room for those that there might have been."""
-    bits = _empty_bits(call.grid, call.device) if slices.bits is None else slices.bits
-    q_ranges, k_ranges, mask_types = slices.q_ranges, slices.k_ranges, slices.mask_types
-    if missing := _room(call.capacity, call.grid) - len(slices):
+    bits = _empty_bits(call.sizes, call.device) if slices.bits is None else slices.bits
+    q_ranges, k_ranges, mask_types = slices.lists
+    if missing := _room(call.capacity, call.sizes) - len(slices):
         q_ranges, k_ranges = (pad(x, (0, 0, 0, missing)) for x in (q_ranges, k_ranges))
         mask_types = pad(mask_types, (0, missing))
     return q_ranges, k_ranges, mask_types, bits
 
 
-def _room(capacity: Any, grid: Grid) -> Any:
-    return torch.sym_max(capacity, grid.num_blocks)
+def _room(capacity: Any, sizes: MaskSizes) -> Any:
+    return torch.sym_max(capacity, sizes.num_blocks)
 
 
-def _empty_bits(grid: Grid, device: torch.device) -> Tensor:
-    return torch.empty(grid.num_blocks + 1, BLOCK, WORDS, dtype=torch.int32, device=device)
+def _empty_bits(sizes: MaskSizes, device: torch.device) -> Tensor:
+    return torch.empty(sizes.num_blocks + 1, BLOCK, WORDS, dtype=torch.int32, device=device)
 
 
 def _mask_bits_fake(*arguments: Any) -> Lists:
     call = MaskCall(*arguments)
     call.begin(mask_bits_kernel)
-    room = _room(call.capacity, call.grid)
-
-    def ranges() -> Tensor:
-        return torch.empty(room, 2, dtype=torch.int32, device=call.device)
-
-    types = torch.empty(room, dtype=torch.int32, device=call.device)
-    return ranges(), ranges(), types, _empty_bits(call.grid, call.device)
+    lists = call.empty_lists(_room(call.capacity, call.sizes))
+    return *lists, _empty_bits(call.sizes, call.device)
 
 
 # A mask without captured tensors is a call without any tensor.

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile._checks import MaskCheck
+from magi_compile._checks import MaskCheck, require
 from magi_compile.kernels.select import MaskKernel, arch_of
 from magi_compile.masks import AttnSlices, MaskProgram
-from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
+from magi_compile.masks.evaluation.bit_blocks import Listed
 from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.evaluation.verify import check_bits, check_slices, is_verified, remember
+
+Lists = tuple[Tensor, Tensor, Tensor]  # q_ranges, k_ranges, mask_types
 
 ARGUMENTS = (
     "Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, SymInt seqlen_k, SymInt capacity, "
@@ -61,17 +63,11 @@ class MaskCall(NamedTuple):
         return self.sizes._asdict()
 
     @property
-    def grid(self) -> Grid:
-        return Grid(self.batch, Heads(*self.heads), self.seqlen_q, self.seqlen_k)
-
-    @property
     def lists(self) -> BlockLists | None:
         return BlockLists(*self.block_lists) if self.block_lists else None
 
-    def slices(
-        self, lists: tuple[Tensor, Tensor, Tensor], bits: Tensor | None = None
-    ) -> AttnSlices:
-        """Slices of the mask, from q_ranges, k_ranges and mask_types."""
+    def slices(self, lists: Lists, bits: Tensor | None = None) -> AttnSlices:
+        """Slices of the mask."""
         q_ranges, k_ranges, mask_types = lists
         return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *self.sizes.totals, bits)
 
@@ -82,19 +78,35 @@ class MaskCall(NamedTuple):
         listed: Listed | None = None,
     ) -> list[MaskCheck]:
         """That slices show what the mask_mod shows, where a process has not looked yet, or a user asks for it. They are
-        those of intervals, or with bits one for each block of the grid, and of what is `listed`; `tables` are what the
+        those of intervals, or with bits one for each block, and of what is `listed`; `tables` are what the
         program reads, by default the captured tensors."""
         if not self.verify and is_verified(self.known_as(slices)):
             return []
         mask, captured = self.mask, self.tables if tables is None else tables
         if slices.bits is not None:
-            return check_bits(mask, captured, self.symbols, slices, self.grid, listed)
-        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-        return check_slices(mask, captured, self.symbols, lists, self.sizes)
+            return check_bits(mask, captured, self.symbols, slices, self.sizes, listed)
+        return check_slices(mask, captured, self.symbols, slices.lists, self.sizes)
 
-    def passed(self, slices: AttnSlices) -> None:
-        """The slices have passed the second opinion, or a GPU will say so if they have not."""
+    def looked_at(
+        self,
+        slices: AttnSlices,
+        checks: Sequence[MaskCheck] = (),
+        tables: Sequence[Tensor] | None = None,
+        listed: Listed | None = None,
+    ) -> Lists:
+        """The lists of `slices`, after their `checks` and a second opinion: empty where a GPU will raise."""
+        checks = [*checks, *self.second_opinion(slices, tables, listed)]
+        require(checks)
         remember(self.known_as(slices))
+        return _empty_where_broken(slices.lists, checks)
+
+    def empty_lists(self, room: Any) -> Lists:
+        """Tensors like the lists of `room` slices."""
+        shapes = (room, 2), (room, 2), (room,)
+        q_ranges, k_ranges, mask_types = (
+            torch.empty(shape, dtype=torch.int32, device=self.device) for shape in shapes
+        )
+        return q_ranges, k_ranges, mask_types
 
     def begin(self, kernel_on: Callable[[tuple[int, int] | None], MaskKernel | None]) -> None:
         """Begins to compile the kernel that evaluates this mask of fake tensors, on a GPU that has one."""
@@ -120,9 +132,7 @@ class MaskCall(NamedTuple):
         return self.program if slices.bits is None else f"bits of {self.program}"
 
 
-def empty_where_broken(
-    lists: tuple[Tensor, Tensor, Tensor], checks: Sequence[MaskCheck]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_where_broken(lists: Lists, checks: Sequence[MaskCheck]) -> Lists:
     """Slices, of which nothing remains where a check fails on a GPU: it raises later there, so no kernel may meet the
     nonsense that the data lead to."""
     if not checks or lists[0].device.type != "cuda":

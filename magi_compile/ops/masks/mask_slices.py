@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from magi_compile._checks import require
 from magi_compile.kernels.select import arch_of, mask_slices_kernel
 from magi_compile.masks import padded_slices_from_intervals, row_intervals
 from magi_compile.masks.evaluation.ranges import range_checks
-from magi_compile.ops.masks.mask_call import ARGUMENTS, MaskCall, empty_where_broken
+from magi_compile.ops.masks.mask_call import ARGUMENTS, Lists, MaskCall
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 
 _lib = torch.library.Library("magi", "FRAGMENT")
-
-Lists = tuple[Tensor, Tensor, Tensor]
 
 
 def _mask_slices(*arguments: Any) -> Lists:
@@ -27,36 +23,23 @@ def _mask_slices(*arguments: Any) -> Lists:
     if on_device is not None:
         hand_over_to_launcher()
         lists, tables = on_device.run(
-            *(mask, tables, symbols),
-            (*sizes[:3], call.capacity, sizes.heads),
-            *(device, blocks),
-            tuple(call.block_size),
+            mask, tables, symbols, sizes, call.capacity, device, blocks, call.block_size
         )
+        slices = call.slices(lists)
         checks = range_checks(mask, tables, symbols, sizes, device)
     else:
         intervals = row_intervals(mask, tables, symbols, **call.lengths, device=device)
         slices, fits = padded_slices_from_intervals(intervals, call.capacity)
-        lists, checks = (
-            (slices.q_ranges, slices.k_ranges, slices.mask_types),
-            [*intervals.checks, fits],
-        )
+        checks = [*intervals.checks, fits]
         if blocks:
             checks += blocks.checks(intervals, *call.block_size)
-    made = call.slices(lists)
-    checks += call.second_opinion(made, tables)
-    require(checks)
-    call.passed(made)
-    return empty_where_broken(lists, checks)
+    return call.looked_at(slices, checks, tables)
 
 
 def _mask_slices_fake(*arguments: Any) -> Lists:
     call = MaskCall(*arguments)
     call.begin(mask_slices_kernel)
-
-    def ranges() -> Tensor:
-        return torch.empty(call.capacity, 2, dtype=torch.int32, device=call.device)
-
-    return ranges(), ranges(), torch.empty(call.capacity, dtype=torch.int32, device=call.device)
+    return call.empty_lists(call.capacity)
 
 
 # A mask without captured tensors is a call without any tensor.

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
+from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.slices import AttnSlices, MaskType
 from tests.support.cases import MASKS, Case, HeadShape, varlen
 from tests.support.numerics import assert_attention_close, run_kernel
@@ -19,7 +20,7 @@ def shown(b, h, q, kv):
 
 def bit_slices(batch, seqlen_q, seqlen_k, device="cpu"):
     device = torch.device(device)
-    slices = slices_with_bits(shown, Grid(batch, Heads(), seqlen_q, seqlen_k), None, device)
+    slices = slices_with_bits(shown, MaskSizes(batch, seqlen_q, seqlen_k), None, device)
     assert (slices.mask_types > 3).any()
     return slices
 
@@ -59,9 +60,9 @@ class BitCase(Case):
     def slices(self, device="cpu"):
         batch, masks, seqlen_q, seqlen_k = self.table.shape
         table = self.table.to(device)
-        grid = Grid(batch, Heads(masks, masks), seqlen_q, seqlen_k)
+        sizes = MaskSizes(batch, seqlen_q, seqlen_k, Heads(masks, masks))
         found = slices_with_bits(
-            lambda b, h, q, kv: table[b, h, q, kv], grid, None, torch.device(device)
+            lambda b, h, q, kv: table[b, h, q, kv], sizes, None, torch.device(device)
         )
         if self.in_front is None:
             return found

@@ -8,7 +8,8 @@ import torch
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.plan import Plan
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
+from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.score.program import ScoreCall
@@ -34,8 +35,8 @@ class Masked:
     def slices(self, batch, seqlen):
         if self.has_bits:
             heads = Heads(NHEADS, NHEADS_KV) if self.is_by_head else Heads()
-            grid = Grid(batch, heads, seqlen, seqlen)
-            return slices_with_bits(self.mask, grid, None, torch.device("cpu"))
+            sizes = MaskSizes(batch, seqlen, seqlen, heads)
+            return slices_with_bits(self.mask, sizes, None, torch.device("cpu"))
         ranges = [
             (b * seqlen + begin, b * seqlen + min(begin + (self.piece or seqlen), seqlen))
             for b in range(batch)

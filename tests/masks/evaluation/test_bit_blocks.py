@@ -9,14 +9,13 @@ from torch.nn.attention.flex_attention import create_mask
 from magi_compile._checks import MaskDataError
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack, unpack
 from magi_compile.masks.evaluation.bit_blocks import (
-    Grid,
-    Heads,
     Listed,
     slices_with_bits,
     visible_blocks,
     without_padding,
 )
 from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 
 CPU = torch.device("cpu")
 NUMBERS = torch.randint(0, 4, (2, 4, 300), generator=torch.Generator().manual_seed(0))
@@ -42,7 +41,7 @@ def test_packing():
 def test_slices_are_the_mask(sizes):
     """Of every batch entry and head; two heads of q read one of k."""
     seqlen_q, seqlen_k = sizes
-    slices = slices_with_bits(mixed, Grid(2, Heads(4, 2), *sizes), None, CPU)
+    slices = slices_with_bits(mixed, MaskSizes(2, *sizes, Heads(4, 2)), None, CPU)
     wanted = create_mask(mixed, 2, 4, *sizes, device="cpu")
     dense = slices.to_dense().view(2, 4, seqlen_q, 2, 2, seqlen_k)
     for b in range(2):
@@ -75,13 +74,13 @@ def test_random_lists():
             for kind in kinds
             for x in (kind.sum(-1).int(), kind.int().argsort(dim=-1, descending=True).int())
         ]
-        grid = Grid(2, Heads(2, 2), seqlen_q, seqlen_k)
-        listed = Listed.of(BlockLists(*lists), rows, keys, grid)
+        sizes = MaskSizes(2, seqlen_q, seqlen_k, Heads(2, 2))
+        listed = Listed.of(BlockLists(*lists), rows, keys, sizes)
         grid_mod = _only_partial if (has_mask := generator.random() < 0.5) else _everything
         if has_mask:
-            listed = Listed.of(BlockLists(*lists[:2]), rows, keys, grid)
+            listed = Listed.of(BlockLists(*lists[:2]), rows, keys, sizes)
             is_listed = kinds[0]
-        slices = slices_with_bits(grid_mod, grid, listed, CPU)
+        slices = slices_with_bits(grid_mod, sizes, listed, CPU)
         wanted = is_listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
         wanted = wanted.expand(-1, 2, -1, -1)[:, :, :seqlen_q, :seqlen_k].flatten(0, 1)
         if has_mask:
@@ -93,7 +92,7 @@ def test_random_lists():
 @pytest.mark.parametrize("block", [(128, 128), (48, 80)], ids=str)
 def test_visible_blocks(block):
     rows, keys = block
-    seen, full = visible_blocks(mixed, Grid(2, Heads(4), 300, 260), rows, keys, CPU)
+    seen, full = visible_blocks(mixed, MaskSizes(2, 300, 260, Heads(4)), rows, keys, CPU)
     dense = create_mask(mixed, 2, 4, 300, 260, device="cpu")
     for i in range(seen.shape[2]):
         for j in range(seen.shape[3]):
@@ -113,26 +112,26 @@ def test_visible_blocks(block):
 def test_data_that_mean_nothing(mask_mod, found):
     message = f"the mask_mod must have a value for each query and key, but it raises .*{found}"
     with pytest.raises(MaskDataError, match=message):
-        slices_with_bits(mask_mod, Grid(1, Heads(), 200, 200), None, CPU)
+        slices_with_bits(mask_mod, MaskSizes(1, 200, 200), None, CPU)
 
 
 def test_other_errors_stay_what_they_are():
     with pytest.raises(RuntimeError, match="must match the size") as error:
         slices_with_bits(
-            lambda b, h, q, kv: torch.ones(2) == torch.ones(3), Grid(1, Heads(), 4, 4), None, CPU
+            lambda b, h, q, kv: torch.ones(2) == torch.ones(3), MaskSizes(1, 4, 4), None, CPU
         )
     assert not isinstance(error.value, MaskDataError)
 
 
 def test_numbers_are_true_where_they_are_not_0():
     """As FlexAttention's kernels read them: 2 shows as much as 1."""
-    grid = Grid(1, Heads(), 200, 200)
-    numbers = slices_with_bits(lambda b, h, q, kv: (q + kv) % 4 & 2, grid, None, CPU)
-    wanted = slices_with_bits(lambda b, h, q, kv: ((q + kv) % 4 & 2) != 0, grid, None, CPU)
+    sizes = MaskSizes(1, 200, 200)
+    numbers = slices_with_bits(lambda b, h, q, kv: (q + kv) % 4 & 2, sizes, None, CPU)
+    wanted = slices_with_bits(lambda b, h, q, kv: ((q + kv) % 4 & 2) != 0, sizes, None, CPU)
     assert torch.equal(numbers.to_dense(), wanted.to_dense())
     assert 0 < int(wanted.to_dense().sum()) < 200 * 200
 
 
 def test_a_mask_mod_that_returns_no_tensor():
     with pytest.raises(TypeError, match="`mask_mod` must return a bool tensor, got a tuple"):
-        slices_with_bits(lambda b, h, q, kv: (q > 3, kv > 3), Grid(1, Heads(), 9, 9), None, CPU)
+        slices_with_bits(lambda b, h, q, kv: (q > 3, kv > 3), MaskSizes(1, 9, 9), None, CPU)

@@ -3,8 +3,8 @@
 import torch
 
 from magi_compile.masks.evaluation import verify
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
-from magi_compile.masks.evaluation.sizes import MaskSizes
+from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.evaluation.verify import (
     check_bits,
     points_of_slices,
@@ -25,8 +25,7 @@ def test_points_are_inside():
 
 def test_points_of_slices_are_beside_their_edges():
     slices = AttnSlices.from_lists([(3, 9), (9, 20)], [(0, 8), (2, 30)], [1, 0], 20, 30)
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    points = points_of_slices(1000, lists, MaskSizes(1, 20, 30))
+    points = points_of_slices(1000, slices.lists, MaskSizes(1, 20, 30))
     assert {0, 1, 2, 7, 8, 29} <= set(points.kv.tolist())
     assert set(points.q.tolist()) == set(range(3, 20))
 
@@ -45,11 +44,11 @@ def test_bits_are_looked_at_again():
     def mask_mod(b, h, q, kv):
         return (q + h >= kv) & ((q ^ kv) % 4 != b)
 
-    program, grid = read_mask_mod(mask_mod).program, Grid(2, Heads(2, 2), 200, 300)
-    slices = slices_with_bits(mask_mod, grid, None, CPU)
-    assert all(check.ok for check in check_bits(program, [], [], slices, grid))
+    program, sizes = read_mask_mod(mask_mod).program, MaskSizes(2, 200, 300, Heads(2, 2))
+    slices = slices_with_bits(mask_mod, sizes, None, CPU)
+    assert all(check.ok for check in check_bits(program, [], [], slices, sizes))
     slices.bits[slices.mask_types.max() - 4] ^= -1
-    shows, hides = check_bits(program, [], [], slices, grid)
+    shows, hides = check_bits(program, [], [], slices, sizes)
     assert not shows.ok
     assert not hides.ok
     _, _, row, _ = shows.values

@@ -20,7 +20,7 @@ def wanted():
     call = MaskCall.of(*ARGUMENTS)
     mask_mod = mask_mod_of(call.mask.functions["mask"], names_of_captures(call.tables, ()))
     with in_ops():
-        return slices_with_bits(mask_mod, call.grid, None, call.device)
+        return slices_with_bits(mask_mod, call.sizes, None, call.device)
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def evaluated(monkeypatch):
     monkeypatch.setattr(mask_bits, "hand_over_to_launcher", lambda: None)
     runs = []
 
-    def on_device(program, tables, symbols, grid, listed, device):
-        bits_of.prepare(program, tables, symbols, grid, listed, device)
+    def on_device(program, tables, symbols, sizes, listed, device):
+        bits_of.prepare(program, tables, symbols, sizes, listed, device)
         slices = wanted()
         slices.bits[0] ^= -1 if runs == ["wrong"] else 0
-        runs.append(grid)
+        runs.append(sizes)
         return slices.q_ranges, slices.k_ranges, slices.mask_types, slices.bits
 
     monkeypatch.setattr(mask_bits, "mask_bits_kernel", lambda arch: MaskKernel(on_device, None))

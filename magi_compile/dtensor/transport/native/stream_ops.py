@@ -23,12 +23,12 @@ def set_flag(address: int, value: int) -> Op:
     return op
 
 
-def await_flag(address: int, value: int) -> Op:
-    """Makes later work on the stream wait until the 32-bit word at `address`, on this device, is `value`."""
+def await_flag(address: int) -> Op:
+    """Makes later work on the stream wait until the 32-bit word at `address`, on this device, is 1."""
     op = Op()
     op.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
     op.waitValue.address = driver.CUdeviceptr(address)
-    op.waitValue.value = driver.cuuint32_t(value)
+    op.waitValue.value = driver.cuuint32_t(1)
     op.waitValue.flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
     return op
 

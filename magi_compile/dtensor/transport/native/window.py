@@ -186,7 +186,7 @@ def _meeting(addresses: list[int], rank: int, index: int) -> list[Op]:
     mine = [flag(rank, peer) for peer in peers]
     return [
         *(set_flag(flag(peer, rank), 1) for peer in peers),
-        *(await_flag(address, 1) for address in mine),
+        *(await_flag(address) for address in mine),
         *(set_flag(address, 0) for address in mine),
     ]
 

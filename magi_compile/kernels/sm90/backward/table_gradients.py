@@ -57,15 +57,10 @@ def table_gradients_variant(
         "FFA_CONSUMERS": config.num_consumers,
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
-        "FFA_HAS_BITS": str(problem.has_bits).lower(),
+        "FFA_HAS_BITS": problem.has_bits,
     }
-    return Variant(
-        "scores/gradients/kernel.cu",
-        "ffa_table_gradients",
-        tuple((k, str(v)) for k, v in defines.items()),
-        score_headers(source),
-        may_spill=True,
-    )
+    rest = {"headers": score_headers(source), "may_spill": True}
+    return Variant.of("scores/gradients/kernel.cu", "ffa_table_gradients", defines, **rest)
 
 
 def table_gradients_launch(

@@ -52,29 +52,29 @@ def backward_variants(
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_DQ_REGISTERS": config.dq_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
-        "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
-        "FFA_HAS_BITS": str(problem.has_bits).lower(),
+        "FFA_HAS_SOFTCAP": problem.softcap != 0.0,
+        "FFA_HAS_BITS": problem.has_bits,
         "FFA_MAP_LINES": map_lines(problem).k,
         "FFA_MAP_INTERVALS": map_intervals(problem),
-        "FFA_MAP_TABLE": str(has_table(problem)).lower(),
-        "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
-        "FFA_ROUNDS_DQ": str(rounds_dq(config, deterministic)).lower(),
+        "FFA_MAP_TABLE": has_table(problem),
+        "FFA_IS_DETERMINISTIC": deterministic,
+        "FFA_ROUNDS_DQ": rounds_dq(config, deterministic),
         **score_defines(score),
     }
-    main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
+    main_variant = Variant.of("backward/kernel.cu", "ffa_backward", main)
     # Beside a soft-cap, and in the producer of a cluster, there are few registers for the words of a block map, and for
     # those of blocks that ask everywhere.
     is_short = config.num_ctas > 1 or problem.softcap or may_ask(problem)
     has_words = problem.block_map is not None and bool(is_short)
     may_spill = score is not None or has_words or is_between_hopper_head_dims(problem)
     return (
-        _variant(
+        Variant.of(
             "backward/preprocess.cu",
             "ffa_backward_preprocess",
             {**rows, **cols, **_macros(AGENDA_NUMBERS)},
         ),
         replace(main_variant, headers=score_headers(score), may_spill=may_spill),
-        _variant(
+        Variant.of(
             "backward/postprocess.cu",
             "ffa_backward_postprocess",
             {**element, **of_q, "FFA_THREADS": STREAM_THREADS},
@@ -94,7 +94,3 @@ def rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:
 
 def _macros(numbers: Mapping[str, float]) -> dict[str, float]:
     return {f"FFA_{name.upper()}": value for name, value in numbers.items()}
-
-
-def _variant(source: str, entry: str, defines: dict[str, object]) -> Variant:
-    return Variant(source, entry, tuple((name, str(value)) for name, value in defines.items()))

@@ -79,32 +79,32 @@ def forward_variant(
         "FFA_CONSUMERS": config.num_consumers,
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
-        "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
-        "FFA_HAS_STAIRS": str(has_stairs or problem.has_bits).lower(),
-        "FFA_HAS_BITS": str(problem.has_bits).lower(),
+        "FFA_HAS_SOFTCAP": problem.softcap != 0.0,
+        "FFA_HAS_STAIRS": has_stairs or problem.has_bits,
+        "FFA_HAS_BITS": problem.has_bits,
         "FFA_MAP_LINES": map_lines(problem).q,
         "FFA_MAP_INTERVALS": map_intervals(problem),
-        "FFA_MAP_TABLE": str(has_table(problem)).lower(),
-        "FFA_HAS_REMOTE_KEYS": str(is_early or config.always_takes_remote_keys).lower(),
-        "FFA_IS_EARLY": str(is_early).lower(),
-        "FFA_HAS_MAX_SCORES": str(problem.has_max_scores).lower(),
+        "FFA_MAP_TABLE": has_table(problem),
+        "FFA_HAS_REMOTE_KEYS": is_early or config.always_takes_remote_keys,
+        "FFA_IS_EARLY": is_early,
+        "FFA_HAS_MAX_SCORES": problem.has_max_scores,
         **score_defines(score),
     }
-    return Variant(
+    return Variant.of(
         "forward/kernel.cu",
         "ffa_forward",
-        tuple((k, str(v)) for k, v in defines.items()),
-        score_headers(score),
+        defines,
+        headers=score_headers(score),
         may_spill=score is not None
         or is_between_hopper_head_dims(problem)
         or map_intervals(problem) > 1,
     )
 
 
-def score_defines(score: ScoreSource | None) -> dict[str, str]:
+def score_defines(score: ScoreSource | None) -> dict[str, object]:
     """The macros that say which score program a kernel has."""
     is_there = score is not None
-    return {"FFA_HAS_SCORE": str(is_there).lower(), "FFA_SCORE": "Score" if is_there else "NoScore"}
+    return {"FFA_HAS_SCORE": is_there, "FFA_SCORE": "Score" if is_there else "NoScore"}
 
 
 def score_headers(score: ScoreSource | None) -> tuple[tuple[str, str], ...]:

@@ -108,8 +108,8 @@ def early_plan(walk: Walk, tiles: PlanTiles, remote_begin: int) -> EarlyPlan:
 @cache
 def early_tiles_variant() -> Variant:
     """The kernel that cuts the walk."""
-    defines = {f"FFA_{name}_COST": str(getattr(cost, f"{name}_COST")) for name in ("BLOCK", "MASK")}
-    return Variant("planner/early_tiles.cu", "ffa_early_tiles", tuple(defines.items()))
+    defines = {f"FFA_{name}_COST": getattr(cost, f"{name}_COST") for name in ("BLOCK", "MASK")}
+    return Variant.of("planner/early_tiles.cu", "ffa_early_tiles", defines)
 
 
 @lru_cache(maxsize=1024)

@@ -95,16 +95,14 @@ def split_variant() -> Variant:
     defines = {f"FFA_{name}_COST": getattr(cost, f"{name}_COST") for name in names}
     defines["FFA_MOST_TILES"] = SPLITS_MOST_TILES
     defines |= {f"FFA_{name.upper()}": value for name, value in SPLIT_NUMBERS.items()}
-    return Variant(
-        "planner/split_tiles.cu", "ffa_split_tiles", tuple((k, str(v)) for k, v in defines.items())
-    )
+    return Variant.of("planner/split_tiles.cu", "ffa_split_tiles", defines)
 
 
 @cache
 def merge_variant(head_dim_v: int, dtype: torch.dtype) -> Variant:
     """The kernel that merges splits."""
-    defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_COLS_OF_V", str(head_dim_v)))
-    return Variant("forward/combine.cu", "ffa_forward_merge", defines)
+    defines = {"FFA_ELEMENT": ELEMENTS[dtype], "FFA_COLS_OF_V": head_dim_v}
+    return Variant.of("forward/combine.cu", "ffa_forward_merge", defines)
 
 
 def has_splits(plan: Plan) -> bool:

@@ -26,7 +26,7 @@ from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.masks.bits import BLOCK, WORDS
-from magi_compile.masks.evaluation.bit_blocks import Grid, Listed
+from magi_compile.masks.evaluation.bit_blocks import Listed
 from magi_compile.masks.evaluation.block_lists import IS_FULL
 from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.program import MaskProgram
@@ -55,22 +55,16 @@ class BitsCall(NamedTuple):
 
 def bits_variant(source: BitsSource, *, has_lists: bool) -> Variant:
     """The kernel to compile, of a mask with or without block lists."""
-    headers = (("mask_mod.cuh", source.text),)
-    return Variant(
-        "masks/mask_bits.cu",
-        "ffa_mask_bits",
-        (("FFA_HAS_LISTS", str(has_lists).lower()),),
-        headers,
-        may_spill=True,
-        is_exact=True,
-    )
+    defines, headers = {"FFA_HAS_LISTS": has_lists}, (("mask_mod.cuh", source.text),)
+    rest = {"headers": headers, "may_spill": True, "is_exact": True}
+    return Variant.of("masks/mask_bits.cu", "ffa_mask_bits", defines, **rest)
 
 
 def mask_bits_on_device(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    grid: Grid,
+    sizes: MaskSizes,
     listed: Listed | None,
     device: torch.device,
 ) -> Lists | None:
@@ -82,20 +76,20 @@ def mask_bits_on_device(
         program: the mask, with the text of its mask_mod.
         tables: the captured tensors, on `device` (scalars may be elsewhere).
         symbols: the captured ints.
-        grid: which batch entries, heads, queries and keys there are.
+        sizes: of the mask.
         listed: the block lists beside it.
         device: where to compute.
 
     Returns:
-        q_ranges, k_ranges, mask_types and bits, of `grid.num_blocks` slices; the n-th one has bit block n, if any. None
-        where the mask_mod does what CUDA is not generated for: then tensor operations evaluate it.
+        q_ranges, k_ranges, mask_types and bits, of `sizes.num_blocks` slices; the n-th one has bit block n, if any.
+        None where the mask_mod does what CUDA is not generated for: then tensor operations evaluate it.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     raise_pending()
     with on_device(device):
         try:
-            given, prepared = prepare(program, tables, symbols, grid, listed, device)
+            given, prepared = prepare(program, tables, symbols, sizes, listed, device)
         except UnknownOperation as unknown:
             _note(program, str(unknown))
             return None
@@ -143,7 +137,7 @@ def prepare(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    grid: Grid,
+    sizes: MaskSizes,
     listed: Listed | None,
     device: torch.device,
 ) -> tuple[list[Tensor], BitsCall]:
@@ -153,7 +147,7 @@ def prepare(
         program: the mask.
         tables: the captured tensors.
         symbols: the captured ints.
-        grid: the blocks of the mask.
+        sizes: of the mask.
         listed: the block lists beside the mask_mod; None where there are none.
         device: where the mask is evaluated.
 
@@ -165,13 +159,13 @@ def prepare(
     """
     how = None if listed is None else (listed.partial.shape, *listed[2:])
     layouts = tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tables])
-    key = (program, layouts, tuple(symbols), grid, how, device)
+    key = (program, layouts, tuple(symbols), sizes, how, device)
     found = _prepared.get(key)
     if found is None:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         try:
-            found = _prepare(program, tables, symbols, grid, listed, device)
+            found = _prepare(program, tables, symbols, sizes, listed, device)
         except UnknownOperation as unknown:
             found = unknown
         _prepared[key] = found
@@ -197,7 +191,7 @@ def _prepare(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    grid: Grid,
+    sizes: MaskSizes,
     listed: Listed | None,
     device: torch.device,
 ) -> BitsCall:
@@ -219,22 +213,22 @@ def _prepare(
     checks += [] if listed is None else [IS_FULL]
     words += [*flag_addresses(device, checks), 0]
     first_made = num_tables + (0 if listed is None else 2)
-    count, num_found = grid.num_blocks, 2 * len(checks)
+    count, num_found = sizes.num_blocks, 2 * len(checks)
     shapes = ((count, 2), (count, 2), (count,), (count + 1, BLOCK, WORDS), (num_found + 2,))
     zeros = (0, 0, 0, 0, num_found + 2)
     made = [Buffer.of(x, torch.int32, zeros=n) for x, n in zip(shapes, zeros, strict=True)]
     if not count:
         return BitsCall(compute, source, Call(tuple(made), ()))
-    grid.sizes.totals  # noqa: B018  (raises where there are too many rows or keys)
+    sizes.totals  # noqa: B018  (raises where there are too many rows or keys)
     pointers = [Pointer(first_made + i) for i in range(4)]
     fixed = {
         **dict(zip(("q_ranges", "k_ranges", "mask_types", "bits"), pointers, strict=True)),
         "found": Pointer(first_made + 4),
         "num_done": Pointer(first_made + 4, 4 * num_found),
-        "heads_q": grid.heads.q,
-        "heads_kv": grid.heads.kv,
-        "seqlen_q": grid.seqlen_q,
-        "seqlen_k": grid.seqlen_k,
+        "heads_q": sizes.heads.q,
+        "heads_kv": sizes.heads.kv,
+        "seqlen_q": sizes.seqlen_q,
+        "seqlen_k": sizes.seqlen_k,
         **_list_fields(listed, num_tables),
     }
     params = mask_mod_params(len(words)).pack(fixed=fixed, words=words)

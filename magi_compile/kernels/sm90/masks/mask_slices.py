@@ -24,32 +24,12 @@ from magi_compile.masks.evaluation import messages as preconditions
 from magi_compile.masks.evaluation.block_lists import HOLDS_ALL, IS_FULL, BlockLists, broadcast
 from magi_compile.masks.evaluation.evaluate import Evaluation, check_look_up, with_columns
 from magi_compile.masks.evaluation.row_intervals import RowIntervals, check_arguments
-from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
+from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.expr.integers import INT64
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.plan.padding import size_to_sort
 
 _THREADS, _LISTS_THREADS = 512, 256  # of a thread block
-
-
-class Sizes(NamedTuple):
-    """The sizes of a mask, and how many slices there is room for; `heads` are those with masks of their own."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    capacity: int
-    heads: Heads = ONE_MASK
-
-    @property
-    def of_mask(self) -> MaskSizes:
-        return MaskSizes(self.batch, self.seqlen_q, self.seqlen_k, self.heads)
-
-    @property
-    def fields(self) -> dict[str, int]:
-        """As parameters of a kernel."""
-        heads = {"heads": self.heads.q, "heads_per_group": self.heads.group}
-        return {**{name: getattr(self, name) for name in self._fields[:4]}, **heads}
 
 
 class Workspace(NamedTuple):
@@ -83,7 +63,7 @@ class SlicesCall(NamedTuple):
             q_ranges, k_ranges, mask_types and the workspace. It launches nothing where there is no row or no key.
     """
 
-    sizes: Sizes
+    sizes: MaskSizes
     source: MaskSource
     workspace: Workspace
     call: Call
@@ -91,7 +71,7 @@ class SlicesCall(NamedTuple):
     def intervals(self, memory: Tensor) -> RowIntervals:
         """The key intervals that the slices are made of, without checks; `memory` is the workspace."""
         sizes = self.sizes
-        shape = (2, self.source.num_lanes, sizes.of_mask.entries, sizes.seqlen_q)
+        shape = (2, self.source.num_lanes, sizes.entries, sizes.seqlen_q)
         lo, hi = memory[self.workspace.intervals : self.workspace.scratch].view(shape)
         return RowIntervals(lo, hi, sizes.seqlen_k, (), sizes.heads)
 
@@ -120,7 +100,8 @@ def mask_slices_on_device(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    sizes: tuple[int, int, int, int, Heads],
+    sizes: MaskSizes,
+    capacity: int,
     device: torch.device,
     blocks: BlockLists | None = None,
     block_size: Sequence[int] = (),
@@ -133,13 +114,14 @@ def mask_slices_on_device(
         program: the mask.
         tables: the captured tensors, integer or bool, on `device` (scalars may be elsewhere).
         symbols: the captured ints.
-        sizes: see `Sizes`.
+        sizes: of the mask.
+        capacity: how many slices there is room for.
         device: where to compute.
         blocks: block lists that must agree with the mask.
         block_size: how many rows and keys one of their blocks has.
 
     Returns:
-        `sizes.capacity` slices, those left over empty.
+        `capacity` slices, those left over empty.
 
     Raises:
         UnsupportedMaskError: intervals cannot express the mask.
@@ -151,7 +133,7 @@ def mask_slices_on_device(
     raise_pending()
     with on_device(device):
         given, prepared = prepare(
-            program, tables, symbols, Sizes(*sizes), device, blocks, tuple(block_size)
+            program, tables, symbols, sizes, capacity, device, blocks, tuple(block_size)
         )
         q_ranges, k_ranges, mask_types, _ = prepared.call.run(given, device)
     num_tables = len(given) - (2 * len(blocks.kinds) if blocks else 0)
@@ -182,24 +164,25 @@ def prepare(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    sizes: Sizes,
+    sizes: MaskSizes,
+    capacity: int,
     device: torch.device,
     blocks: BlockLists | None = None,
     block_size: tuple[int, ...] = (),
 ) -> tuple[list[Tensor], SlicesCall]:
     """The tensors that the call is given, some of them computed here, and what it needs for their layouts."""
-    tables = with_columns(program, tables, symbols, sizes.of_mask, device)
+    tables = with_columns(program, tables, symbols, sizes, device)
     tables = [_readable(table, device) for table in tables]
     lists = [_as_int32(x) for kind in blocks.kinds for x in kind] if blocks else []
     given = [*tables, *lists]
     layouts = tuple([(x.dtype, x.device, x.shape, x.stride()) for x in given])
-    key = (program, len(tables), layouts, tuple(symbols), sizes, device, block_size)
+    key = (program, len(tables), layouts, tuple(symbols), sizes, capacity, device, block_size)
     found = _prepared.get(key)
     if found is None:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         blocks = BlockLists(*lists) if blocks else None
-        found = _prepare(program, tables, symbols, sizes, device, blocks, block_size)
+        found = _prepare(program, tables, symbols, sizes, capacity, device, blocks, block_size)
         _prepared[key] = found
     return given, found
 
@@ -220,29 +203,29 @@ def _prepare(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    sizes: Sizes,
+    sizes: MaskSizes,
+    capacity: int,
     device: torch.device,
     blocks: BlockLists | None,
     block_size: tuple[int, ...],
 ) -> SlicesCall:
     check_arguments(program, tables, symbols, device)
-    capacity = sizes.capacity
     if capacity < 0:
         raise ValueError(f"`capacity` must not be negative, got {capacity}")
-    num_rows, _ = sizes.of_mask.totals
-    if (places := sizes.of_mask.entries * sizes.seqlen_k) >= 2**31:
+    num_rows, _ = sizes.totals
+    if (places := sizes.entries * sizes.seqlen_k) >= 2**31:
         raise ValueError(f"`batch * heads * seqlen_k` must be below 2**31, got {places}")
     keys = program.keys(sizes.seqlen_k, symbols)
     source = mask_source(program, keys, tuple(table.dtype for table in tables))
     num_indexes = sum(source.num_indexes(sizes.batch, sizes.heads.q))
-    workspace = _workspace(source, sizes, num_rows, num_indexes)
+    workspace = _workspace(source, sizes.seqlen_k, capacity, num_rows, num_indexes)
     shapes = ((capacity, 2), (capacity, 2), (capacity,), (workspace.end,))
-    if sizes.of_mask.is_empty:
+    if sizes.is_empty:
         made = [Buffer.of(x, torch.int32, zeros=torch.Size(x).numel()) for x in shapes]
         return SlicesCall(sizes, source, workspace, Call(tuple(made), ()))
     for look_up in source.look_ups:
         shape = tables[look_up.args[0]].shape
-        check_look_up(look_up, program.describe(look_up), shape, sizes.of_mask)
+        check_look_up(look_up, program.describe(look_up), shape, sizes)
     words = _numbers(program, source, tuple(symbols), device)
     words += _table_words(source, tables)
     checks = [made.describe([x.shape for x in tables]) for made in source.checks]
@@ -259,7 +242,12 @@ def _prepare(
         "mask_types": mask_types,
         "intervals": in_workspace(workspace.intervals),
         "broken": in_workspace(0),
-        **sizes.fields,
+        "batch": sizes.batch,
+        "seqlen_q": sizes.seqlen_q,
+        "seqlen_k": sizes.seqlen_k,
+        "capacity": capacity,
+        "heads": sizes.heads.q,
+        "heads_per_group": sizes.heads.group,
     }
     fixed = {
         **shared,
@@ -287,11 +275,13 @@ def _prepare(
     return SlicesCall(sizes, source, workspace, Call(tuple(made), tuple(launches)))
 
 
-def _workspace(source: MaskSource, sizes: Sizes, num_rows: int, num_indexes: int) -> Workspace:
-    num_places, seqlen_k = source.num_lanes * num_rows, sizes.seqlen_k
+def _workspace(
+    source: MaskSource, seqlen_k: int, capacity: int, num_rows: int, num_indexes: int
+) -> Workspace:
+    num_places = source.num_lanes * num_rows
     num_sorted = size_to_sort(seqlen_k)
     num_index = _even(4 * seqlen_k + num_sorted + -(-seqlen_k // 32) + 1)
-    num_scratch = 4 * sizes.capacity + 2 * -(-num_places // 32) + num_indexes * num_index
+    num_scratch = 4 * capacity + 2 * -(-num_places // 32) + num_indexes * num_index
     found = _even(len(source.checks))
     num_done = found + 4
     num_arrived = num_done + 1
@@ -302,7 +292,7 @@ def _workspace(source: MaskSource, sizes: Sizes, num_rows: int, num_indexes: int
 
 def _lists_launch(
     fields: dict[str, Any],
-    sizes: Sizes,
+    sizes: MaskSizes,
     device: torch.device,
     blocks: BlockLists,
     block_size: tuple[int, ...],
@@ -329,7 +319,7 @@ def _lists_launch(
     )
     function = load_function(lists_variant(), device.index)
     shared_bytes = _LISTS_THREADS // 32 * 4
-    num_blocks = sizes.of_mask.entries * num_q
+    num_blocks = sizes.entries * num_q
     return Launch(function, num_blocks, _LISTS_THREADS, params, shared_bytes=shared_bytes)
 
 

@@ -34,11 +34,8 @@ _THREADS, _THREADS_WITH_BITS = 1024, 512
 @cache
 def planner_variant(has_bits: bool = False) -> Variant:
     """The kernel to compile; `has_bits` where slices may have bit blocks."""
-    defines = {name: str(getattr(cost, name)) for name in ("BLOCK_COST", "MASK_COST", "TILE_COST")}
-    defines["HAS_BITS"] = str(has_bits).lower()
-    return Variant(
-        "planner/tile_plan.cu", "ffa_tile_plan", tuple((f"FFA_{k}", v) for k, v in defines.items())
-    )
+    costs = {f"FFA_{x}": getattr(cost, x) for x in ("BLOCK_COST", "MASK_COST", "TILE_COST")}
+    return Variant.of("planner/tile_plan.cu", "ffa_tile_plan", {**costs, "FFA_HAS_BITS": has_bits})
 
 
 def plan_variants(plan: Plan, problem: AttnProblem) -> tuple[Variant, ...]:
@@ -66,11 +63,10 @@ def plan_on_device(
     """
     raise_pending()
     device = slices.q_ranges.device
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     lengths = (slices.mask_types.shape[0], slices.seqlen_q, slices.seqlen_k)
     with on_device(device):
         call = _call(*lengths, slices.bits is not None, sizes, problem, device)
-        packed, shape, _ = call.run([x.contiguous() for x in lists], device)
+        packed, shape, _ = call.run([x.contiguous() for x in slices.lists], device)
     return unpack([packed, shape])
 
 

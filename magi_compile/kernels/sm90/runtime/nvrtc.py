@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cuda.bindings import nvrtc
 
@@ -30,6 +32,12 @@ class Variant:
     headers: tuple[tuple[str, str], ...] = ()
     may_spill: bool = False
     is_exact: bool = False
+
+    @classmethod
+    def of(cls, source: str, entry: str, defines: Mapping[str, object], **rest: Any) -> Variant:
+        """The kernel with these macros, of which truth values are C++'s."""
+        texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in defines.items()}
+        return cls(source, entry, tuple(texts.items()), **rest)
 
 
 @dataclass(frozen=True)

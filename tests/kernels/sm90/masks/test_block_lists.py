@@ -9,11 +9,11 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile import MaskDataError, _checks
 from magi_compile.kernels.sm90.masks import mask_slices
-from magi_compile.kernels.sm90.masks.mask_slices import Sizes, lists_variant
+from magi_compile.kernels.sm90.masks.mask_slices import lists_variant
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.masks import MaskProgram, row_intervals
 from magi_compile.masks.evaluation.block_lists import BlockLists, visible_blocks
-from magi_compile.masks.evaluation.sizes import Heads
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from tests.kernels.support.cpp import compile_library
 
 CPU = torch.device("cpu")
@@ -52,12 +52,12 @@ def kernel(tmp_path_factory):
 
 def intervals_of(mask):
     program, *block_size = mask[0], *mask[4:6]
-    sizes = sizes_of(mask).of_mask._asdict()
+    sizes = sizes_of(mask)._asdict()
     return row_intervals(MaskProgram.parse(program), [], [], **sizes, device=CPU), block_size
 
 
-def sizes_of(mask, capacity=5):
-    return Sizes(*mask[1:4], capacity, Heads(*mask[6:]))
+def sizes_of(mask):
+    return MaskSizes(*mask[1:4], Heads(*mask[6:]))
 
 
 def of_lists(x, heads):
@@ -83,7 +83,7 @@ def right_lists(mask, heads=1, batch=None):
 def run_on_host(kernel, mask, lists):
     """The slices, which are ones at first, and the checks of tensor operations."""
     intervals, block_size = intervals_of(mask)
-    arguments = (MaskProgram.parse(mask[0]), [], [], sizes_of(mask), CPU)
+    arguments = (MaskProgram.parse(mask[0]), [], [], sizes_of(mask), 5, CPU)
     given, prepared = mask_slices.prepare(*arguments, lists, tuple(block_size))
     *_, launch = prepared.call.launches
     assert launch.function == lists_variant()
@@ -193,9 +193,9 @@ def test_what_is_wrong_with_the_mask_itself_is_reported_alone(kernel, no_flags):
     """The intervals mean nothing then."""
     program = MaskProgram.parse("t0[q] == t0[kv]")
     lists = BlockLists(torch.zeros(1, 1, 4).int(), torch.zeros(1, 1, 4, 4).int())
-    sizes = Sizes(1, 64, 64, 5)
+    sizes = MaskSizes(1, 64, 64)
     given, prepared = mask_slices.prepare(
-        program, [torch.arange(64)], [], sizes, CPU, lists, (16, 16)
+        program, [torch.arange(64)], [], sizes, 5, CPU, lists, (16, 16)
     )
     made = [torch.ones(x.shape, dtype=x.dtype) for x in prepared.call.made]
     made[3][prepared.workspace.found : prepared.workspace.intervals] = 0
@@ -217,7 +217,7 @@ def test_what_is_wrong_with_the_mask_itself_is_reported_alone(kernel, no_flags):
 )
 def test_wrong_lists(shapes, message, no_flags):
     lists = BlockLists(*(torch.zeros(x).int() for x in shapes))
-    arguments = (MaskProgram.parse(CAUSAL), [], [], Sizes(2, 64, 64, 5), CPU)
+    arguments = (MaskProgram.parse(CAUSAL), [], [], MaskSizes(2, 64, 64), 5, CPU)
     with pytest.raises(ValueError, match=message):
         mask_slices.prepare(*arguments, lists, (16, 16))
 
@@ -225,7 +225,7 @@ def test_wrong_lists(shapes, message, no_flags):
 def test_lists_of_other_heads_than_the_mask_has(no_flags):
     mask = MASKS["by_head"]
     lists = BlockLists(torch.zeros(1, 2, 9).int(), torch.zeros(1, 2, 9, 13).int())
-    arguments = (MaskProgram.parse(mask[0]), [], [], sizes_of(mask), CPU)
+    arguments = (MaskProgram.parse(mask[0]), [], [], sizes_of(mask), 5, CPU)
     with pytest.raises(ValueError, match="must have lists of 1 or 3 heads, got 2"):
         mask_slices.prepare(*arguments, lists, (16, 8))
 
@@ -241,9 +241,9 @@ def test_on_the_gpu(mask, seed):
     lists = BlockLists(*listed(seen & ~full & ~changed), *listed(full | (changed & ~seen)))
     device = torch.device("cuda", torch.cuda.current_device())
     on_device = BlockLists(*(x.to(device) for x in lists))
-    program, sizes = MaskProgram.parse(mask[0]), sizes_of(mask, 700)
+    program, sizes = MaskProgram.parse(mask[0]), sizes_of(mask)
     found = mask_slices.mask_slices_on_device(
-        program, [], [], sizes, device, on_device, tuple(block_size)
+        program, [], [], sizes, 700, device, on_device, tuple(block_size)
     )
     if assert_reported(found.lists, lists.checks(intervals, *block_size)):
         assert found.lists[0].any() == seen.any()

@@ -22,15 +22,16 @@ from magi_compile.kernels.sm90.masks.mask_graph import mask_graph
 from magi_compile.kernels.sm90.runtime import calls, nvrtc
 from magi_compile.masks import AttnSlices, MaskProgram
 from magi_compile.masks.bits import FIRST_BITS
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, Listed, slices_with_bits
+from magi_compile.masks.evaluation.bit_blocks import Listed, slices_with_bits
 from magi_compile.masks.evaluation.block_lists import BlockLists
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.program.read import read_mask_mod
 from tests.kernels.support.cpp import compile_library
 from tests.masks.support.mask_mods import MASK_MODS
 from tests.programs import random_functions
 
 CPU = torch.device("cpu")
-GRID = Grid(2, Heads(), 140, 150)
+SIZES = MaskSizes(2, 140, 150)
 NUM_RANDOM = 60
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -39,19 +40,19 @@ class Case(NamedTuple):
     program: MaskProgram
     tables: list[torch.Tensor]
     symbols: list[int]
-    grid: Grid
+    sizes: MaskSizes
 
 
-def case_of(mask_mod, grid, symbols=()) -> Case:
+def case_of(mask_mod, sizes, symbols=()) -> Case:
     traced = read_mask_mod(mask_mod)
     assert traced.program.is_verifiable
-    return Case(traced.program, traced.tables, list(symbols), grid)
+    return Case(traced.program, traced.tables, list(symbols), sizes)
 
 
-def text_case(text, tables, symbols=(), grid=GRID) -> Case:
+def text_case(text, tables, symbols=(), sizes=SIZES) -> Case:
     names = [f"t{i}" for i in range(len(tables))] + [f"s{i}" for i in range(len(symbols))]
     code = f"def mask({', '.join(['b', 'h', 'q', 'kv', *names])}):;;     return {text}"
-    return Case(MaskProgram.parse(f"mask;; {code}"), list(tables), list(symbols), grid)
+    return Case(MaskProgram.parse(f"mask;; {code}"), list(tables), list(symbols), sizes)
 
 
 def numbers(low, high, *shape, dtype=torch.int64):
@@ -60,7 +61,7 @@ def numbers(low, high, *shape, dtype=torch.int64):
 
 def text_cases():
     """What only bits can say, and what PyTorch's dtypes make of it."""
-    heads = Grid(2, Heads(4, 2), 140, 150)
+    heads = MaskSizes(2, 140, 150, Heads(4, 2))
     ids, small = numbers(-3, 4, 150), numbers(-128, 128, 150, dtype=torch.int8)
     large, bytes_ = numbers(-(2**62), 2**62, 150), numbers(0, 256, 150, dtype=torch.uint8)
     floats, doubles = (
@@ -120,16 +121,16 @@ def text_cases():
         ("q < 0", []),
         ("(q < 128) & (kv >= 128)", []),
     ):  # fmt: skip
-        grid = (
+        sizes = (
             heads
             if ("h" in text.replace("where", "").replace("maximum", "") and "[b" in text)
             or "h *" in text
             or ", h" in text
-            else Grid(2, Heads(), 140, 150)
+            else SIZES
         )
-        yield text, text_case(text, tables, symbols, grid)
-    yield "one pair", text_case("q >= kv", [], grid=Grid(1, Heads(), 1, 1))
-    yield "one key", text_case("q >= 70", [], grid=Grid(3, Heads(), 129, 1))
+        yield text, text_case(text, tables, symbols, sizes)
+    yield "one pair", text_case("q >= kv", [], sizes=MaskSizes(1, 1, 1))
+    yield "one key", text_case("q >= 70", [], sizes=MaskSizes(3, 129, 1))
     for text, tables in (
         ("t0[q + kv] == 0", [ids]),
         ("t0[kv * 2] == t0[q]", [ids]),
@@ -137,8 +138,8 @@ def text_cases():
         ("q // (kv - 5) > t0[q - 151]", [ids]),
         ("q % t0[q] >= t0[kv]", [ids]),
     ):
-        grid = heads if "h" in text else Grid(2, Heads(), 140, 150)
-        yield f"wrong {text}", text_case(text, tables, grid=grid)
+        sizes = heads if "h" in text else SIZES
+        yield f"wrong {text}", text_case(text, tables, sizes=sizes)
 
 
 def random_cases():
@@ -156,8 +157,8 @@ def random_cases():
                 continue
         if traced.program.is_verifiable:
             batch, heads, seqlen_q, seqlen_k = (program.sizes[name] for name in "BHQK")
-            grid = Grid(batch, Heads(heads, heads), seqlen_q, seqlen_k)
-            yield f"random{number}", Case(traced.program, traced.tables, [], grid)
+            sizes = MaskSizes(batch, seqlen_q, seqlen_k, Heads(heads, heads))
+            yield f"random{number}", Case(traced.program, traced.tables, [], sizes)
 
 
 def source_of(case):
@@ -173,7 +174,7 @@ NAMES = [*MASK_MODS, *TEXTS]
 def case_named(name: str) -> Case:
     if name in TEXTS:
         return TEXTS[name]
-    return case_of(MASK_MODS[name](2, 130, 97), Grid(2, Heads(), 130, 97))
+    return case_of(MASK_MODS[name](2, 130, 97), MaskSizes(2, 130, 97))
 
 
 @cache
@@ -239,7 +240,7 @@ def compiled(directories, wanted):
                 kernel(
                     number, (ctypes.c_char * len(params)).from_buffer(params), block, launch.grid
                 )
-        return AttnSlices.unchecked(*made[:3], *case.grid.sizes.totals, made[3])
+        return AttnSlices.unchecked(*made[:3], *case.sizes.totals, made[3])
 
     return run
 
@@ -254,7 +255,7 @@ def by_tensors(case: Case, listed: Listed | None = None) -> AttnSlices:
     captures = names_of_captures(case.tables, case.symbols)
     mask_mod = mask_mod_of(case.program.functions["mask"], captures, case.program.names)
     with in_ops():
-        return slices_with_bits(mask_mod, case.grid, listed, CPU)
+        return slices_with_bits(mask_mod, case.sizes, listed, CPU)
 
 
 def assert_same(actual: AttnSlices, wanted: AttnSlices) -> None:
@@ -299,7 +300,7 @@ def test_random_masks(run, no_flags, monkeypatch):
 
 def right_lists(case, rows, keys, heads):
     """The lists that a mask needs, with blocks called full for whom nothing is hidden."""
-    visible = by_tensors(case).to_dense().view(2, heads, case.grid.seqlen_q, 2, heads, -1)
+    visible = by_tensors(case).to_dense().view(2, heads, case.sizes.seqlen_q, 2, heads, -1)
     mask = torch.stack(
         [torch.stack([visible[b, h, :, b, h] for h in range(heads)]) for b in (0, 1)]
     )
@@ -318,15 +319,15 @@ def listed(case, grids, rows, keys):
         for grid in grids
         for x in (grid.sum(-1).int(), grid.int().argsort(dim=-1, descending=True).int())
     ]
-    return Listed.of(BlockLists(*lists), rows, keys, case.grid)
+    return Listed.of(BlockLists(*lists), rows, keys, case.sizes)
 
 
 BY_HEAD = text_case(
     "(t0[h, q] == t0[h, kv]) & (q >= kv) | (kv < 16) | (q > 128)",
     [torch.arange(150).div(20, rounding_mode="floor").expand(2, -1)],
-    grid=Grid(2, Heads(2, 2), 140, 150),
+    sizes=MaskSizes(2, 140, 150, Heads(2, 2)),
 )
-EVERYTHING = text_case("b.new_ones((), dtype=torch.bool)", [], grid=BY_HEAD.grid)
+EVERYTHING = text_case("b.new_ones((), dtype=torch.bool)", [], sizes=BY_HEAD.sizes)
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +393,7 @@ def test_a_change_of_data_compiles_nothing(no_flags):
     for symbol, size in ((3, 20), (50, 330)):
         table = torch.arange(size).expand(2, -1)
         case = text_case(
-            "t0[b][q - s0 // 2] & t0[b, kv] < s0", [table], [symbol], Grid(2, Heads(), size, size)
+            "t0[b][q - s0 // 2] & t0[b, kv] < s0", [table], [symbol], MaskSizes(2, size, size)
         )
         _, prepared = mask_bits.prepare(*case, None, CPU)
         variants |= {launch.function for launch in prepared.call.launches}
@@ -432,7 +433,7 @@ def test_what_there_is_no_kernel_of(text, unknown, no_flags, monkeypatch, caplog
 
 
 def test_nothing_to_see(no_flags):
-    case = text_case("q >= kv", [], grid=Grid(2, Heads(), 0, 9))
+    case = text_case("q >= kv", [], sizes=MaskSizes(2, 0, 9))
     _, prepared = mask_bits.prepare(*case, None, CPU)
     assert prepared.call.launches == ()
 
@@ -444,7 +445,7 @@ def test_on_the_gpu(name):
     wanted = None if name.startswith("wrong") else by_tensors(case)
     tables = [table.to(device) for table in case.tables]
     made = mask_bits.mask_bits_on_device(
-        case.program, tables, case.symbols, case.grid, None, device
+        case.program, tables, case.symbols, case.sizes, None, device
     )
     assert made is not None
     if wanted is None:
@@ -453,6 +454,6 @@ def test_on_the_gpu(name):
         return
     q_ranges, k_ranges, mask_types, bits = (x.cpu() for x in made)
     assert_same(
-        AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *case.grid.sizes.totals, bits), wanted
+        AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *case.sizes.totals, bits), wanted
     )
     _checks.synchronize_checks()

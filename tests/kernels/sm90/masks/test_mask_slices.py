@@ -12,7 +12,6 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile import MaskDataError, _checks
 from magi_compile.kernels.sm90.masks import mask_slices
-from magi_compile.kernels.sm90.masks.mask_slices import Sizes
 from magi_compile.kernels.sm90.masks.source import mask_source
 from magi_compile.kernels.sm90.runtime import calls, nvrtc
 from magi_compile.masks import (
@@ -25,7 +24,7 @@ from magi_compile.masks import (
 )
 from magi_compile.masks.evaluation.evaluate import with_columns
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
-from magi_compile.masks.evaluation.sizes import Heads
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from tests.kernels.support.cpp import compile_library
 from tests.masks.support.mask_mods import MASK_MODS
 from tests.masks.support.random_masks import random_mask, tables_for
@@ -37,7 +36,8 @@ class Case(NamedTuple):
     program: MaskProgram
     tables: list[torch.Tensor]
     symbols: list[int]
-    sizes: Sizes
+    sizes: MaskSizes
+    capacity: int
 
 
 def library_cases():
@@ -52,7 +52,7 @@ def library_case(mask, lengths):
     options = {k: v for k, v in options.items() if k in make.__kwdefaults__}
     program, tables, _ = trace_mask_mod(make(lengths, **options).mask_mod)
     total = sum(lengths)
-    return Case(program, tables, [], Sizes(1, total, total, 300))
+    return Case(program, tables, [], MaskSizes(1, total, total), 300)
 
 
 def mask_mod_cases():
@@ -62,7 +62,7 @@ def mask_mod_cases():
 
 def mask_mod_case(name):
     program, tables, _ = trace_mask_mod(MASK_MODS[name](2, 130, 97))
-    return Case(program, tables, [], Sizes(2, 130, 97, 600))
+    return Case(program, tables, [], MaskSizes(2, 130, 97), 600)
 
 
 def random_cases(by_head=False):
@@ -77,12 +77,10 @@ def random_masks(by_head):
     generator, found = random.Random(0), []
     while len(found) < 20:
         program = MaskProgram.parse(random_mask(generator, generator.randint(1, 5), by_head))
-        sizes = Sizes(
-            generator.randint(1, 2), generator.randint(1, 40), generator.randint(1, 40), 50
-        )
+        sizes = MaskSizes(*(generator.randint(1, most) for most in (2, 40, 40)))
         if by_head:
             heads = Heads(*generator.choice([(2, 1), (4, 2), (3, 3), (1, 1)]))
-            sizes = sizes._replace(heads=heads, capacity=400)
+            sizes = sizes._replace(heads=heads)
             if not program.differs_by_head:
                 continue
         try:
@@ -91,14 +89,14 @@ def random_masks(by_head):
             continue
         seed, heads = generator.randint(0, 9), sizes.heads.q if by_head else 0
         tables = tables_for(sizes.batch, max(sizes[1:3]), seed, heads)
-        found.append(Case(program, tables, [3], sizes))
+        found.append(Case(program, tables, [3], sizes, 400 if by_head else 50))
     return found
 
 
 def cases_by_head():
     """Indexes of batch entries, of heads, of both and of neither; data that break a promise in one head alone."""
     yield from random_cases(by_head=True)
-    sizes = Sizes(2, 40, 33, 200, Heads(4, 2))
+    sizes = MaskSizes(2, 40, 33, Heads(4, 2))
     ids = torch.arange(40) // 7
     of_heads = torch.stack([torch.arange(40) // n for n in (3, 40, 9, 5)])
     broken = of_heads.clone()
@@ -119,14 +117,14 @@ def cases_by_head():
         ("a_gap", "(t0[h, kv] != 3) & (q >= kv)", [broken]),
         ("of_keys", "t0[t1[h, kv]] <= q", [ids[:20], of_heads * 2]),
     ):  # fmt: skip
-        yield f"by_head_{name}", partial(parsed, text, tables, sizes)
+        yield f"by_head_{name}", partial(parsed, text, tables, sizes, 200)
 
 
 def table_cases():
     """Tables of every dtype, strided, looked up at computed places, and such that break promises."""
     ids = torch.tensor([0, 0, 1, 1, 1, 5])
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        yield f"{dtype}", partial(parsed, "t0[q] == t0[kv]", [ids.to(dtype)], Sizes(2, 6, 6, 9))
+        yield f"{dtype}", partial(parsed, "t0[q] == t0[kv]", [ids.to(dtype)], MaskSizes(2, 6, 6), 9)
     for number, (text, table) in enumerate(
         (
             ("t0[b, q] - 1 <= t0[b, kv]", torch.arange(24).view(3, 8)[::2, 1::1]),
@@ -163,14 +161,14 @@ def table_cases():
             ),
         )
     ):
-        yield f"table{number}", partial(parsed, text, [table], Sizes(2, 6, 6, 20))
-    few = Sizes(1, 20, 20, 3)
-    yield "no_room", partial(parsed, "(q % 2 == 0) & (q >= kv)", [], few)
-    yield "symbols", partial(parsed, "abs(q - kv) <= s1 * s0", [], few, [3, -2])
+        yield f"table{number}", partial(parsed, text, [table], MaskSizes(2, 6, 6), 20)
+    few = MaskSizes(1, 20, 20), 3
+    yield "no_room", partial(parsed, "(q % 2 == 0) & (q >= kv)", [], *few)
+    yield "symbols", partial(parsed, "abs(q - kv) <= s1 * s0", [], *few, [3, -2])
 
 
-def parsed(text, tables, sizes, symbols=()):
-    return Case(MaskProgram.parse(text), tables, [*symbols], sizes)
+def parsed(text, tables, sizes, capacity, symbols=()):
+    return Case(MaskProgram.parse(text), tables, [*symbols], sizes, capacity)
 
 
 # Made when a test asks for them: workers that never do have their names alone.
@@ -205,7 +203,7 @@ extern "C" void run(int mask, const char* params) {{
 
 def source_of(case):
     keys = case.program.keys(case.sizes.seqlen_k, case.symbols)
-    tables = with_columns(case.program, case.tables, case.symbols, case.sizes.of_mask, CPU)
+    tables = with_columns(case.program, case.tables, case.symbols, case.sizes, CPU)
     return mask_source(case.program, keys, tuple(table.dtype for table in tables))
 
 
@@ -255,9 +253,9 @@ class OnHost(NamedTuple):
 
 
 def by_tensors(case: Case, device: torch.device = CPU):
-    sizes = case.sizes.of_mask._asdict()
+    sizes = case.sizes._asdict()
     intervals = row_intervals(case.program, case.tables, case.symbols, **sizes, device=device)
-    slices, fits = padded_slices_from_intervals(intervals, case.sizes.capacity)
+    slices, fits = padded_slices_from_intervals(intervals, case.capacity)
     return slices, intervals, [*intervals.checks, fits]
 
 
@@ -279,9 +277,7 @@ def assert_same(case: Case, lists, intervals: RowIntervals | None = None):
         if intervals is not None:
             assert torch.equal(intervals.lo, expected.lo)
             assert torch.equal(intervals.hi, expected.hi)
-        for actual, wanted in zip(
-            lists, (slices.q_ranges, slices.k_ranges, slices.mask_types), strict=True
-        ):
+        for actual, wanted in zip(lists, slices.lists, strict=True):
             assert torch.equal(actual.cpu(), wanted)
         return
     with pytest.raises(MaskDataError) as error:
@@ -314,15 +310,15 @@ def test_a_change_of_data_compiles_nothing(no_flags, monkeypatch):
     sources = set()
     for names, symbol, size in (("", 3, 20), ("  # t0: document", 5, 33)):
         program = MaskProgram.parse(f"(t0[q // s0] == t0[kv // s0]) & (q >= kv){names}")
-        sizes = Sizes(1, size, size + 1, 2 * size)
-        _, prepared = mask_slices.prepare(program, [torch.arange(size)], [symbol], sizes, CPU)
+        case = Case(program, [torch.arange(size)], [symbol], MaskSizes(1, size, size + 1), 2 * size)
+        _, prepared = mask_slices.prepare(*case, CPU)
         sources |= {launch.function for launch in prepared.call.launches}
     assert len(sources) == 1
 
 
-@pytest.mark.parametrize("sizes", [(0, 6, 6, 9), (2, 0, 6, 9), (2, 6, 0, 9)], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 6, 6), (2, 0, 6), (2, 6, 0)], ids=str)
 def test_nothing_to_see(sizes, no_flags):
-    case = Case(MaskProgram.parse("t0[q] == t0[kv]"), [torch.zeros(0).int()], [], Sizes(*sizes))
+    case = parsed("t0[q] == t0[kv]", [torch.zeros(0).int()], MaskSizes(*sizes), 9)
     _, prepared = mask_slices.prepare(*case, CPU)
     assert prepared.call.launches == ()
     found = OnHost.of(prepared)
@@ -348,22 +344,21 @@ def test_nothing_to_see(sizes, no_flags):
 def test_wrong_arguments(text, tables, error, message, no_flags):
     program, symbols = MaskProgram.parse(text), [9] if "s0 * " in text else [0]
     with pytest.raises(error, match=message):
-        mask_slices.prepare(program, tables, symbols, Sizes(2, 6, 6, 9), CPU)
+        mask_slices.prepare(program, tables, symbols, MaskSizes(2, 6, 6), 9, CPU)
 
 
 def test_capacity_and_lengths_must_be_in_range(no_flags):
     program = MaskProgram.parse("q >= kv")
     with pytest.raises(ValueError, match="`capacity` must not be negative, got -1"):
-        mask_slices.prepare(program, [], [], Sizes(1, 6, 6, -1), CPU)
+        mask_slices.prepare(program, [], [], MaskSizes(1, 6, 6), -1, CPU)
     with pytest.raises(ValueError, match=r"`batch \* seqlen_q` must be below 2\*\*30"):
-        mask_slices.prepare(program, [], [], Sizes(1024, 2**20, 6, 9), CPU)
+        mask_slices.prepare(program, [], [], MaskSizes(1024, 2**20, 6), 9, CPU)
 
 
 def on_gpu(case: Case):
     device = torch.device("cuda", torch.cuda.current_device())
     tables = [table.to(device) for table in case.tables]
-    made = mask_slices.mask_slices_on_device(case.program, tables, case.symbols, case.sizes, device)
-    return made.lists
+    return mask_slices.mask_slices_on_device(*case._replace(tables=tables), device).lists
 
 
 @pytest.mark.gpu
@@ -379,7 +374,7 @@ def test_a_million_tokens(average):
     document = (torch.rand(total) < 1 / average).cumsum(0)
     document = torch.randperm(total + 1)[document]  # not in the order of the keys
     program = MaskProgram.parse("(t0[q] == t0[kv]) & (q >= kv) & (q - kv < 1000)")
-    case = Case(program, [document], [], Sizes(1, total, total, total // 4))
+    case = Case(program, [document], [], MaskSizes(1, total, total), total // 4)
     assert_same(case, on_gpu(case))
 
 
@@ -388,7 +383,7 @@ def test_in_a_cuda_graph():
     """Captured once, replayed with other data; a broken promise is seen then."""
     program = MaskProgram.parse("(t0[q] == t0[kv]) & (q >= kv)")
     document = torch.zeros(500, dtype=torch.int64, device="cuda")
-    case = Case(program, [document], [], Sizes(1, 500, 500, 20))
+    case = Case(program, [document], [], MaskSizes(1, 500, 500), 20)
     on_gpu(case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -18,7 +18,8 @@ from magi_compile.kernels.plan import pack
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device, planner_variant
 from magi_compile.masks import library, padded_slices_from_intervals, row_intervals
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
+from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan, padded_sizes
 from tests.kernels.support import idle_driver
@@ -121,8 +122,8 @@ MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
 
 
 def bits_of(mask_mod, batch, seqlen_q, seqlen_k, heads=(1, 1)):
-    grid = Grid(batch, Heads(*heads), seqlen_q, seqlen_k)
-    return slices_with_bits(mask_mod, grid, None, torch.device("cpu"))
+    sizes = MaskSizes(batch, seqlen_q, seqlen_k, Heads(*heads))
+    return slices_with_bits(mask_mod, sizes, None, torch.device("cpu"))
 
 
 def beside_intervals(slices, bits):
@@ -130,8 +131,8 @@ def beside_intervals(slices, bits):
     lists = [
         torch.cat([x, y + (shift if x.dim() == 2 else 0)])
         for x, y, shift in zip(
-            (slices.q_ranges, slices.k_ranges, slices.mask_types),
-            (bits.q_ranges, bits.k_ranges, bits.mask_types),
+            slices.lists,
+            bits.lists,
             (slices.seqlen_q, slices.seqlen_k, 0),
             strict=True,
         )
