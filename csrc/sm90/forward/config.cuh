@@ -9,7 +9,6 @@
 #include "common/tile_plan.cuh"
 #include "forward/params.cuh"
 #include "scores/none.cuh"
-#include "visibility/block_map.cuh"
 
 namespace ffa::forward {
 
@@ -109,7 +108,6 @@ struct alignas(1024) SharedStorage {
     KeyBlock blocks[Config::kKStages];     // travel with k
     TileOfHead tiles[Config::kQBuffers];   // travel with q
     RunsOfHead runs;
-    [[no_unique_address]] Maybe<(Config::kMapLines > 1), MapWindow<Config::kMapLines>> window;   // the producer's
     uint64_t runs_full, runs_empty;
     uint64_t q_full, q_empty;
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];

@@ -132,17 +132,7 @@ private:
 
     // The one run of a tile, of a block map. Its last block may be short.
     __device__ __forceinline__ void load_mapped(const Run& run, int kv_head) {
-        if constexpr (Config::kMapLines > 1) {
-            load_mapped(BalancedMapWalk<Config::kBlockCols, Config::kMapLines, Config::kMapAsks>(
-                            run, params_.map_words, smem_.window),
-                        run, kv_head);
-        } else {
-            load_mapped(MapWalk<Config::kBlockCols, 1, Config::kMapAsks>(run, params_.map_words), run, kv_head);
-        }
-    }
-
-    template <class Walk>
-    __device__ __forceinline__ void load_mapped(Walk walk, const Run& run, int kv_head) {
+        MapWalk<Config::kBlockCols, Config::kMapLines, Config::kMapAsks> walk(run, params_.map_words);
         int previous_col = kNoColumn;
         for (int left = run.num_blocks; left > 0; --left) {
             if (left == kBlocksAhead || (left == run.num_blocks && left < kBlocksAhead)) {
