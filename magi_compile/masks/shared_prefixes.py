@@ -3,7 +3,7 @@
     prompt a b c, rollouts x y and z        ->        a b | c x y | c z
 
 The token that branches off begins each branch: it predicts another token in each of them, and labels have one place
-for each token.
+for each token. Branches that begin without a label share theirs, since nothing is predicted there.
 """
 
 from __future__ import annotations
@@ -216,6 +216,8 @@ class _Node:
         begin: the position of its first token.
         children: the nodes below it; the first one is packed right behind it.
         heads: those below it that others may share, by their first tokens and labels.
+        twins: it and the copies of its last token, which have the same `heads`.
+        is_end: whether a sequence ends with it.
         first: the row of its first token.
     """
 
@@ -225,7 +227,12 @@ class _Node:
     begin: int = 0
     children: list[_Node] = field(default_factory=list)
     heads: dict[tuple[int, int], _Node] = field(default_factory=dict)
+    twins: list[_Node] = field(default_factory=list)
+    is_end: bool = False
     first: int = 0
+
+    def __post_init__(self) -> None:
+        self.twins.append(self)
 
     @property
     def end(self) -> int:
@@ -252,6 +259,12 @@ class _Node:
             parts.append(node.first + torch.arange(len(node.tokens), device="cpu"))
             node = node.parent
         return torch.cat(parts[::-1])
+
+    def may_end_before(self, label: int) -> bool:
+        """True if its last token has room for what comes next: a label of one branch, or none of any."""
+        if label != NO_LABEL:
+            return not (self.children or self.is_end)
+        return all(int(child.labels[0]) == NO_LABEL for child in self.children)
 
     def split(self, count: int) -> _Node:
         """Makes a node of its own of the first `count` tokens, above the others."""
@@ -285,6 +298,8 @@ class _Trie:
             if child is None or not count:
                 return self.branch(node, tokens[rest], labels[rest])
             node = child if count == len(child.tokens) else child.split(count)
+        node = self.twin_before(node, NO_LABEL)
+        node.is_end = True
         return node
 
     def num_equal(self, node: _Node, tokens: Tensor, labels: Tensor) -> int:
@@ -296,18 +311,26 @@ class _Trie:
         return int(differs.int().argmax()) if bool(differs.any()) else size
 
     def branch(self, node: _Node, tokens: Tensor, labels: Tensor) -> _Node:
-        """A new node below `node`. Where its first token has a label and others follow `node` already, it is below a
-        copy of the last token of `node`, which predicts that label."""
-        if int(labels[0]) != NO_LABEL and node.children and node.parent is not None:
-            parent = node.split(len(node.tokens) - 1) if len(node.tokens) > 1 else node.parent
-            copied = _Node(node.tokens, torch.full_like(labels[:1], NO_LABEL), parent, parent.end)
-            copied.heads = node.heads  # who looks below the one finds what is below the other
-            parent.children.append(copied)
-            node = copied
-        made = _Node(tokens, labels, node, node.end)
+        """A new node below `node`, or below a copy of its last token, at which a sequence ends."""
+        node = self.twin_before(node, int(labels[0]))
+        made = _Node(tokens, labels, node, node.end, is_end=True)
         node.children.append(made)
         node.heads.setdefault(made.head, made)
         return made
+
+    def twin_before(self, node: _Node, label: int) -> _Node:
+        """`node`, or a copy of its last token, which has room for what comes next: `label`, or nothing."""
+        if node.parent is None:
+            return node
+        for twin in node.twins:
+            if twin.may_end_before(label):
+                return twin
+        parent = node.split(len(node.tokens) - 1) if len(node.tokens) > 1 else node.parent
+        none = torch.full_like(node.labels, NO_LABEL)
+        # Who looks below the one finds what is below the other.
+        copied = _Node(node.tokens, none, parent, parent.end, heads=node.heads, twins=node.twins)
+        parent.children.append(copied)
+        return copied
 
     def in_order(self) -> list[_Node]:
         """All nodes but the root, depth first."""

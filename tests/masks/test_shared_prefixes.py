@@ -53,6 +53,8 @@ def test_every_sequence_is_as_if_alone(share_labels):
             for prompt, own, of_own in zip(prompts, rollouts, labels or rollouts, strict=True)
             for one, of_one in zip(own, of_own, strict=True)
         ]
+        shifted = packed.unpack(packed.shift_labels)
+        assert [x.tolist() for x in shifted] == [[*labels[1:], NO_LABEL] for _, labels in pairs]
         for rows, (tokens, of_tokens) in zip(packed.rows, pairs, strict=True):
             assert packed.input_ids[0, rows].tolist() == tokens
             assert packed.position_ids[0, rows].tolist() == list(range(len(tokens)))
@@ -108,8 +110,29 @@ def test_labels_that_are_shared():
     """The rollouts part behind their first two tokens, which one row each predicts."""
     rollouts = [[7, 8, 9], [7, 8, 10], [7, 8, 10, 11]]
     packed = pack_shared_prefixes([[1, 2]], [rollouts], share_labels=True)
-    assert packed.input_ids[0].tolist() == [1, 2, 7, 8, 9, 8, 10, 11]
-    assert packed.labels[0].tolist() == [NO_LABEL, NO_LABEL, 7, 8, 9, NO_LABEL, 10, 11]
+    assert packed.input_ids[0].tolist() == [1, 2, 7, 8, 9, 8, 10, 10, 11]
+    none = NO_LABEL
+    assert packed.labels[0].tolist() == [none, none, 7, 8, 9, none, 10, none, 11]
+
+
+def test_a_branch_without_a_label_has_its_own_last_token():
+    """Else the label of the other one would stand where it predicts nothing."""
+    prompt, labels = [5, 6], [[1], [NO_LABEL], [NO_LABEL], [3]]
+    packed = pack_shared_prefixes([prompt], [[[1], [0], [2], [3]]], [labels])
+    assert packed.input_ids[0].tolist() == [5, 6, 1, 6, 0, 2, 6, 3]
+    none = NO_LABEL
+    assert packed.shift_labels[0].tolist() == [none, 1, none, none, none, none, 3, none]
+    assert [x.tolist() for x in packed.rows] == [[0, 1, 2], [0, 3, 4], [0, 3, 5], [0, 6, 7]]
+
+
+def test_a_prompt_that_another_one_goes_on_from():
+    for prompts in ([[5, 6], [5, 6, 7]], [[5, 6, 7], [5, 6]]):
+        packed = pack_shared_prefixes(prompts, [[[1]], [[2]]])
+        found = [x.tolist() for x in packed.unpack(packed.shift_labels)]
+        none = NO_LABEL
+        wanted = [[none, 1, none], [none, none, 2, none]]
+        wanted = wanted if len(prompts[0]) == 2 else [[none, none, 1, none], [none, 2, none]]
+        assert found == wanted
 
 
 def test_values_of_sequences():
