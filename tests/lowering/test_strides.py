@@ -99,3 +99,18 @@ def test_inductor_with_a_view_behind(order):
     assert out.stride() == strides[0]
     expected_flat = expected.permute(*in_memory, 3).reshape(-1, 8) + 1
     torch.testing.assert_close(flat, expected_flat, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_values_that_are_a_view_of_the_keys():
+    """As in multi-head latent attention, after a call with other strides: PyTorch's compiler has then sizes of what the
+    values are a view of, and fails on a guard for them."""
+    attend = torch.compile(
+        lambda *x: torch_flex_attention(*x), backend=make_backend("aot_eager"), fullgraph=True
+    )
+    parts = torch.randn(2, 90, 96).chunk(3, -1)
+    attend(*(x.unflatten(-1, (4, -1)).transpose(1, 2) for x in parts))
+    q, k = torch.randn(2, 2, 4, 90, 16)
+    q, k = q.clone(), k.clone()
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k[..., :8])
+    torch.testing.assert_close(attend(q, k, k[..., :8]), wanted)
