@@ -146,18 +146,27 @@ def at_points(
         values = {**captures, **dict(zip(moving, index, strict=True))}
         return function(*(values[name] for name in names))
 
-    where = [*(points[name] for name in moving), *captures.values()]
-    known = None
-    if any(isinstance(x, Tensor) and guards.is_needed(x.device) for x in where):
-        of_point, known = guards.guarded(of_point, names_by_id(captures))  # type: ignore[assignment]
-    with torch.no_grad(), _ScalarIndexing(), _compat.vmap_in_ops():
-        given: Any = (
-            of_point() if not moving else torch.vmap(of_point)(*(points[name] for name in moving))
-        )
-    if known is not None:
-        given, found = given
+    def compute(of_point: Callable[..., Any]) -> Any:
+        with torch.no_grad(), _ScalarIndexing(), _compat.vmap_in_ops():
+            if not moving:
+                return of_point()
+            return torch.vmap(of_point)(*(points[name] for name in moving))
+
+    def guarded() -> Any:
+        noting, known = guards.guarded(of_point, names_by_id(captures))
+        given, found = compute(noting)
         if not _compat.is_fake(given):  # which has no values that could break a check
             require(guards.checks(known, found))
+        return given
+
+    where = [*(points[name] for name in moving), *captures.values()]
+    if any(isinstance(x, Tensor) and guards.is_needed(x.device) for x in where):
+        given = guarded()
+    else:
+        try:
+            given = compute(of_point)
+        except IndexError:  # of PyTorch's, which names no tensor
+            given = guarded()
     return given if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
 
 

@@ -82,10 +82,11 @@ def create_block_mask(
         The BlockMask, with the lists of partial and of full blocks, both for rows and for keys.
 
     Raises:
-        TypeError: `mask_mod` is not a function, or returns no tensor; `device` is none.
+        TypeError: `mask_mod` is not a function, or returns neither a tensor nor a bool; `device` is none.
         UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, or is
             random.
-        ValueError: a size is not a number above 0, or the mask_mod looks up what a captured tensor does not have.
+        MaskDataError: the mask_mod looks up what a captured tensor does not have.
+        ValueError: a size is not a number above 0.
     """
     from torch.nn.attention import flex_attention as flex
 

@@ -307,3 +307,14 @@ def test_mask_mods_that_nothing_can_evaluate(mask_mod, error, message):
     x = torch.randn(1, 1, 32, 8)
     with pytest.raises(error, match=re.escape(message)):
         magi_compile.flex_attention(x, x, x, block_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "mask_mod_of",
+    [lambda t: lambda b, h, q, kv: t[kv] > 0, lambda t: lambda b, h, q, kv: t[q // 60 + 1] >= kv],
+    ids=["keys", "computed"],
+)
+def test_a_table_that_is_too_short(mask_mod_of):
+    mask_mod = mask_mod_of(torch.zeros(3))
+    with pytest.raises(MaskDataError, match=r"at indices in \[-3, 3\), but it looks up 3"):
+        magi_compile.create_block_mask(mask_mod, None, None, 150, 150, device="cpu")
