@@ -76,6 +76,7 @@ from magi_compile._compat.inductor import (
 from magi_compile._compat.modes import is_in_backward, outside_of_modes, without_autograd
 from magi_compile._compat.tracing import (
     differ,
+    differ_now,
     fake_mode_of,
     graph_of,
     is_fake,

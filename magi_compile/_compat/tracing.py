@@ -45,15 +45,20 @@ def is_of_higher_order(target: Any) -> bool:
 
 
 def differ(size: Any, other: Any) -> bool:
-    """True if two sizes differ. Sizes of which nothing is known yet count as equal, and whoever relies on it asks again
-    when the graph runs. It becomes a guard only where Dynamo traces: behind it, PyTorch may have sizes of what a given
-    tensor is a view of, which no guard can be on."""
+    """True if two sizes differ. While a graph is traced, that becomes a guard, but for sizes of which nothing is known
+    yet: these count as equal, and whoever relies on it asks again when the graph runs."""
     if type(size) is int and type(other) is int:
         return size != other
-    if torch.compiler.is_dynamo_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-        return guard_or_false(size != other)
+    return guard_or_false(size != other)
+
+
+def differ_now(size: Any, other: Any) -> bool:
+    """`differ` without a guard where no graph of Dynamo's is traced: for what an op is given, which asks again in each
+    run. There PyTorch may have sizes of the tensor that a given one is a view of, which no guard can be on."""
+    if torch.compiler.is_dynamo_compiling():
+        return differ(size, other)
     unequal: Any = size != other
     if isinstance(unequal, torch.SymBool):
         return bool(unequal.node.has_hint() and unequal.node.hint)

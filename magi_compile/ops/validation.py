@@ -58,9 +58,9 @@ def check_op(q: Tensor, k: Tensor, v: Tensor) -> None:
         and q.device == k.device == v.device
         and (heads := k.shape[1]) != 0
         and not q.shape[1] % heads
-        and not _compat.differ(v.shape[1], heads)
-        and not _compat.differ(v.shape[0], k.shape[0])
-        and not _compat.differ(k.shape[2], q.shape[2])
+        and not _compat.differ_now(v.shape[1], heads)
+        and not _compat.differ_now(v.shape[0], k.shape[0])
+        and not _compat.differ_now(k.shape[2], q.shape[2])
     ):
         return
     tensors = {"q": q, "k": k, "v": v}
@@ -241,7 +241,7 @@ def _kind_of(tensor: Tensor) -> str:
 
 def _check_packed_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_heads("q", q, "k", k)
-    if _compat.differ(v.shape[0], k.shape[0]) or _compat.differ(v.shape[1], k.shape[1]):
+    if _compat.differ_now(v.shape[0], k.shape[0]) or _compat.differ_now(v.shape[1], k.shape[1]):
         raise ValueError(
             f"`v` must have the tokens and heads of `k`, {shown(k.shape[:2])}, got {shown(v.shape[:2])}"
         )

@@ -12,7 +12,7 @@ from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.scored import ScoreNeeds
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.block_mask import convert_any_block_mask
-from magi_compile.masks.evaluation.bit_blocks import Heads
+from magi_compile.masks.evaluation.sizes import Heads
 from magi_compile.score.program import ScoreCall
 from magi_compile.score.read import trace_score_program
 from tests.score.score_mods import (
