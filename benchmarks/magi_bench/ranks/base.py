@@ -141,8 +141,12 @@ class RanksContender(Contender):
     """A way to run the attention of a sequence over ranks; if it `is_alone`, every rank has a sequence of its own, as
     long as its tokens."""
 
-    has_local_kernel: bool = False  # whether it takes the name of one
     _positions: Tensor
+
+    @classmethod
+    def around(cls, local_kernels: Sequence[str]) -> list[RanksContender]:
+        """One for each local kernel; one alone of those that choose none."""
+        return [cls()]
 
     @abstractmethod
     def spread(self, problem: Problem) -> Spread:

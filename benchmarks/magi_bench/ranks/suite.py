@@ -25,7 +25,7 @@ from magi_bench.contenders.base import Contender
 from magi_bench.contenders.flex import BLOCK, make_block_mask, no_backward
 from magi_bench.ranks import base, model
 from magi_bench.ranks.base import Problem
-from magi_bench.ranks.strategies.contenders import STRATEGIES, UlyssesFlex
+from magi_bench.ranks.strategies.contenders import STRATEGIES, OneRank, OneRankFlex, UlyssesFlex
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.results.rows import Row
 from magi_bench.workloads.lengths import SAMPLERS
@@ -66,20 +66,6 @@ class MagiOneStage(Magi):
     label = "the same, local keys and then remote ones"
     is_ours = False
     options = ContextParallelOptions(degree=1, backward_degree=1)
-
-
-class OneRank(base.RanksContender):
-    """The yardstick: no other rank, no communication; FLOP/s are what to compare, not times."""
-
-    name = "one-rank"
-    label = "our kernel, one rank, its tokens alone"
-    is_alone = True
-
-    def spread(self, problem: Problem) -> base.Spread:
-        heads = problem.settings.nheads_q, problem.settings.nheads_kv
-        attend = base.kernel_on(problem.workload, problem.world, heads)
-        positions = torch.arange(problem.total, device=problem.world.device)
-        return base.Spread(positions, attend, (0, 0), "shapes")
 
 
 class TorchContextParallel(base.RanksContender):
@@ -152,7 +138,7 @@ class RoundRobin(TorchContextParallel):
 CONTENDERS: tuple[type[base.RanksContender], ...] = (
     *(Magi, MagiWaits, MagiOneStage, OneRank),
     *STRATEGIES,
-    *(UlyssesFlex, HeadTail, RoundRobin, PerDocument, TorchContextParallel),
+    *(OneRankFlex, UlyssesFlex, HeadTail, RoundRobin, PerDocument, TorchContextParallel),
 )
 
 
@@ -199,7 +185,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "packs": 3,
         "seconds": 1500.0,
         "contenders": [
-            *("magi", "one-rank", *(x.name for x in STRATEGIES)),
+            *("magi", "one-rank", *(x.name for x in STRATEGIES), "one-rank-flex"),
             *("torch-head-tail", "torch-ptrr", "torch-documents"),
         ],
     }
@@ -265,7 +251,7 @@ class Ranks(runner.Suite):
             made
             for x in CONTENDERS
             if asked is None or x.name in asked
-            for made in (map(x, self.settings.local_kernels) if x.has_local_kernel else [x()])
+            for made in x.around(self.settings.local_kernels)
         ]
 
     def problem(self, case: Case, contender: Contender) -> Problem | model.Problem:

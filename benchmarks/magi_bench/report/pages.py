@@ -133,6 +133,7 @@ def to_markdown(results: Results, title: str | None = None, note: str = "") -> s
         parts += [f"## {section.title}", ""]
         for made in section.tables:
             parts += [f"### {made.title}", ""] if made.title else []
+            parts += [made.words, ""] if made.words else []
             parts += [*table(made.header, made.lines), ""]
     return "\n".join(parts)
 

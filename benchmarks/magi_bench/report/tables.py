@@ -47,7 +47,7 @@ def sections(results: Results) -> Iterator[Section]:
             title = ", ".join(filter(None, (row.get("group", row["case"]["level"]), device)))
             found.setdefault(title, []).append(row)
     for title, rows in found.items():
-        yield Section(title, [row_table(rows)])
+        yield Section(title, [row_table(rows), *competitive_tables(rows)])
     if about := [row for row in results.rows.values() if "about" in row]:
         yield Section("What becomes of each", [coverage(about)])
     if missing := absent(results):
@@ -320,6 +320,43 @@ def row_table(rows: list[Row]) -> Table:
         values = ((COLUMNS[name][1], _field(row, name)) for name in fields)
         lines.append([*line, *("-" if x is None else written(x) for written, x in values)])
     return Table("", header, lines)
+
+
+#: A strategy of `ranks` is competitive that has so much of its kernel's rate under these masks, from so many tokens a
+#: rank on.
+COMPETITIVE, DENSE_MASKS, DENSE_TOKENS = 0.85, ("full", "causal"), 2**15
+
+
+def competitive_tables(rows: list[Row]) -> list[Table]:
+    """Strategies beside their own kernel on one rank; none where no row is of them and of a long dense mask."""
+    speeds = {
+        (case, row["contender"]): (row["label"], speed)
+        for row in rows
+        if (case := case_of(row)).level == "ranks" and (speed := tflops(row, case.which))
+    }
+    lines = []
+    for (case, name), (label, speed) in speeds.items():
+        yardstick = yardstick_of(name)
+        if case.mask in DENSE_MASKS and case.seqlen >= DENSE_TOKENS and name != yardstick:
+            line = [case.mask_label, format_length(case.seqlen), label, f"{speed:.0f}"]
+            if (case, yardstick) in speeds:
+                alone = speeds[case, yardstick][1]
+                verdict = "not competitive" if speed < COMPETITIVE * alone else "competitive"
+                lines.append([*line, f"{alone:.0f}", f"{speed / alone:.1%}", verdict])
+            else:
+                lines.append([*line, "not run", "-", "-"])
+    header = ["mask", "tokens", "contender", "TFLOP/s", "its kernel, one rank", "share", "verdict"]
+    words = f"A strategy with less than {COMPETITIVE:.0%} of the rate of its own kernel on one rank is not competitive."
+    return [Table("Dense masks, beside the kernel alone", header, lines, words)] if lines else []
+
+
+def yardstick_of(contender: str) -> str:
+    """The contender that runs the kernel of a strategy on one rank."""
+    if contender.startswith("torch"):
+        return "one-rank-flex"
+    kernels = ("flash-attn-4", "cudnn", "fa2", "flex")
+    kernel = next((x for x in kernels if contender.endswith(f"-{x}")), None)
+    return f"one-rank-{kernel}" if kernel else "one-rank"
 
 
 def what_of(row: Row) -> str:

@@ -13,6 +13,7 @@ from magi_bench.gate import exact_and_plain
 from magi_bench.ranks import suite
 from magi_bench.ranks.base import Problem
 from magi_bench.ranks.strategies.contenders import Ulysses
+from magi_bench.report import tables
 from magi_bench.results import rows as files
 from magi_bench.world import World
 from magi_compile.dtensor import plan
@@ -195,7 +196,7 @@ def run_refusals(group):
 def test_what_peers_cannot_do_on_a_cpu(two_ranks):
     found, _ = two_ranks.run(run_refusals)
     for name, which, reasons in found:
-        is_flex = name.startswith("torch") or name == "ulysses-flex"
+        is_flex = name.startswith("torch") or name.endswith("-flex")
         assert (NO_BACKWARD in reasons) == (is_flex and which == "fwdbwd")
         odd = [x for x in reasons if "documents of a multiple of 4 tokens" in x]
         assert len(odd) == (name == "torch-documents")
@@ -259,6 +260,45 @@ def test_a_preset_leaves_what_is_given(arguments, expected, monkeypatch):
 
 
 # The report and the command
+
+
+def results_of(*measured, mask="causal", tokens=32):
+    """Results with such contenders and TFLOP/s, of so many K tokens a rank."""
+    case = {"level": "ranks", "mask": mask, "seqlen": tokens << 10, "which": "fwd", "ranks": 2}
+    case |= {"nheads_q": 64, "nheads_kv": 8, "head_dim": 128, "dtype": "bfloat16"}
+    found = {
+        f"{mask}/{name}": {
+            "run": "r",
+            "contender": name,
+            "case": case,
+            "label": name,
+            "is_ours": False,
+            "group": "Forward",
+            "status": "ok",
+            "passes": {"fwd": {"ms": 1.0, "tflops": speed}},
+        }
+        for name, speed in measured
+    }
+    return files.Results({"r": {"device": "a card"}}, found)
+
+
+def test_strategies_beside_their_kernel_alone():
+    measured = (
+        *(("one-rank", 700.0), ("magi", 690.0), ("ring", 594.0), ("ulysses", 596.0)),
+        *(("one-rank-fa2", 300.0), ("ring-fa2", 270.0), ("torch-ptrr", 400.0)),
+    )
+    (found,) = tables.sections(results_of(*measured))
+    _, beside = found.tables
+    assert [line[2:] for line in beside.lines] == [
+        ["magi", "690", "700", "98.6%", "competitive"],
+        ["ring", "594", "700", "84.9%", "not competitive"],
+        ["ulysses", "596", "700", "85.1%", "competitive"],
+        ["ring-fa2", "270", "300", "90.0%", "competitive"],
+        ["torch-ptrr", "400", "not run", "-", "-"],
+    ]
+    for shorter in ({"tokens": 16}, {"mask": "document_causal"}):
+        (found,) = tables.sections(results_of(*measured, **shorter))
+        assert len(found.tables) == 1
 
 
 @pytest.mark.slow

@@ -41,8 +41,11 @@ GATHERS = 4
 class Strategy(base.RanksContender):
     """A strategy of others around a local kernel of `LOCAL_KERNELS`, whose name is part of its own if not ours."""
 
-    has_local_kernel = True
     takes_any_mask = False
+
+    @classmethod
+    def around(cls, local_kernels: Sequence[str]) -> list[base.RanksContender]:
+        return [cls(x) for x in local_kernels]
 
     def __init__(self, local_kernel: str = "ours"):
         self.local_kernel = local_kernel
@@ -51,7 +54,7 @@ class Strategy(base.RanksContender):
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
         ready = super().prepare(problem, case)
-        if not problem.settings.exposed:
+        if not problem.settings.exposed or self.is_alone:
             return ready
 
         def call() -> Sequence[Tensor]:
@@ -77,6 +80,14 @@ class Strategy(base.RanksContender):
         if missing := kernel.missing():
             raise ImportError(f"local kernel {self.local_kernel}: {missing}")
         return kernel
+
+    def alone(self, problem: Problem, ulysses: int = 1) -> Attend:
+        """Attention of all tokens on one rank, with its share of the heads."""
+        workload, world = problem.workload, problem.world
+        if self.local_kernel == "ours":
+            return base.kernel_on(workload, world, heads_of(problem, ulysses))
+        kernel, everything = self.kernel(problem, ulysses), [[(0, problem.total)]]
+        return ring_plan(kernel, workload.slices, everything, (), world.device).attend
 
 
 def documents_of(problem: Problem) -> placement.Spans:
@@ -192,14 +203,6 @@ class OnMesh(Strategy):
         received = (exchanged + moved[0] * row, exchanged + sum(moved) * row)
         return base.Spread(placement.positions(mine, world.device), attend, received, "shapes")
 
-    def alone(self, problem: Problem, ulysses: int) -> Attend:
-        """Attention of all tokens on one rank, with its share of the heads."""
-        workload, world = problem.workload, problem.world
-        if self.local_kernel == "ours":
-            return base.kernel_on(workload, world, heads_of(problem, ulysses))
-        kernel, everything = self.kernel(problem, ulysses), [[(0, problem.total)]]
-        return ring_plan(kernel, workload.slices, everything, (), world.device).attend
-
 
 def rings_of(mesh: Mesh, world: World) -> tuple[Ring, ...]:
     """The rings that this rank is in: of windows, and of the ranks of its window, where there are several."""
@@ -258,17 +261,55 @@ class Ulysses(OnMesh):
         return placement.contiguous(problem.total, ring)
 
 
-class UlyssesFlex(Ulysses):
-    name = "ulysses-flex"
-    label = "Ulysses, compiled FlexAttention"
-    has_local_kernel = False
+class AroundFlex(Strategy):
+    """A strategy whose local kernel is compiled FlexAttention."""
+
+    @classmethod
+    def around(cls, local_kernels: Sequence[str]) -> list[base.RanksContender]:
+        return [cls()]
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        return [*self.mesh_refusals(problem), *no_backward(case, problem.world.kind)]
+        return no_backward(case, problem.world.kind)
 
-    def alone(self, problem: Problem, ulysses: int) -> Attend:
+    def alone(self, problem: Problem, ulysses: int = 1) -> Attend:
         block_mask = make_block_mask(problem.workload, problem.world.device)
         return base.flex_on(problem.world, block_mask, over_ranks=False)
+
+
+class UlyssesFlex(AroundFlex, Ulysses):
+    name = "ulysses-flex"
+    label = "Ulysses, compiled FlexAttention"
+
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        return [*self.mesh_refusals(problem), *super().supports(problem, case)]
+
+
+class OneRank(Strategy):
+    """The yardstick of each local kernel, ours among them: no other rank, no communication. FLOP/s are what to compare,
+    not times."""
+
+    name = "one-rank"
+    label = "our kernel, one rank, its tokens alone"
+    is_alone = True
+    takes_any_mask = True
+
+    def __init__(self, local_kernel: str = "ours"):
+        super().__init__(local_kernel)
+        if local_kernel != "ours":
+            self.label = f"{local_kernel}, one rank, its tokens alone"
+
+    @classmethod
+    def around(cls, local_kernels: Sequence[str]) -> list[base.RanksContender]:
+        return super().around(list(dict.fromkeys(("ours", *local_kernels))))
+
+    def spread(self, problem: Problem) -> base.Spread:
+        positions = torch.arange(problem.total, device=problem.world.device)
+        return base.Spread(positions, self.alone(problem), (0, 0), "shapes")
+
+
+class OneRankFlex(AroundFlex, OneRank):
+    name = "one-rank-flex"
+    label = "compiled FlexAttention, one rank, its tokens alone"
 
 
 class RingP2P(OnMesh):

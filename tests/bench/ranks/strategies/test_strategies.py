@@ -18,6 +18,7 @@ from magi_bench.ranks.strategies.contenders import (
     LoongTrain,
     LoongTrainContextFirst,
     Mesh,
+    OneRank,
     RingP2P,
     Usp,
     documents_of,
@@ -106,6 +107,30 @@ def test_strategies_over_eight_ranks(eight_ranks):
 def test_kernels_of_packed_documents(four_ranks):
     everywhere = four_ranks.run(run_strategies, SETTINGS, ("causal", "document_causal"), "plain")
     check(everywhere, {(x, f"{y}-plain") for x, y in ALL if x in ("causal", "document_causal")})
+
+
+def run_yardsticks(group):
+    """Each rank alone, by our kernel and by others."""
+    world, found = World("cpu"), {}
+    with patch.object(lengths, "sample", documents), patch.dict(LOCAL_KERNELS, PLAIN):
+        problem = Problem(SETTINGS, world, "document_causal", TOKENS, is_alone=True)
+        exact, _ = exact_and_plain(problem.workload, problem.inputs)
+        for made in OneRank.around(["plain"]):
+            case = SETTINGS.case("ranks", "document_causal", TOKENS, which="fwdbwd")
+            assert not made.supports(problem, case)
+            ready = made.prepare(problem, case)
+            pairs = zip(ready.call(), exact, strict=True)
+            found[made.name, made.label] = [float((x - y).abs().max()) for x, y in pairs]
+    return found
+
+
+def test_the_yardstick_of_each_local_kernel(two_ranks):
+    for found in two_ranks.run(run_yardsticks):
+        assert [*found] == [
+            ("one-rank", "our kernel, one rank, its tokens alone"),
+            ("one-rank-plain", "plain, one rank, its tokens alone"),
+        ]
+        assert all(error < 1e-5 for errors in found.values() for error in errors)
 
 
 def test_meshes_that_are_asked_for(four_ranks):
