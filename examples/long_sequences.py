@@ -320,20 +320,24 @@ def most_of(found: dict[str, float], device: torch.device) -> SimpleNamespace:
 
 
 class Times(TrainerCallback):
-    """The seconds, peak and loss of each step of a Trainer, loading of its batch included."""
+    """The seconds, peak and loss of each step of a Trainer, loading of its batch included, which it waits for."""
 
     def __init__(self) -> None:
         self.steps: list[SimpleNamespace] = []
-        self.begin = 0.0
+        self.begin = self.waited = 0.0
 
     def on_train_begin(self, args, state, control, **_):
         self.begin = time.perf_counter()
+
+    def on_step_begin(self, args, state, control, **_):
+        self.waited = time.perf_counter() - self.begin
 
     def on_step_end(self, args, state, control, **_):
         device = args.device
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found = {"seconds": time.perf_counter() - self.begin, **memory_of(device)}
+        seconds = time.perf_counter() - self.begin
+        found = {"seconds": seconds, "waited": self.waited, **memory_of(device)}
         self.steps.append(most_of(found, device))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -577,8 +581,9 @@ def main() -> None:
         steps.append(x)
         forward = getattr(x, "forward_bytes", None)  # Trainer's loop does not say
         of_forward = "" if forward is None else f"forward {forward / 1e9:.1f}, "
+        waited = f"{x.waited:.3f} s of them for its batch, " if hasattr(x, "waited") else ""
         say(
-            f"step {i}: {x.seconds:.2f} s, {args.tokens / x.seconds:,.0f} tokens/s, "
+            f"step {i}: {x.seconds:.2f} s, {waited}{args.tokens / x.seconds:,.0f} tokens/s, "
             f"peak {x.peak_bytes / 1e9:.1f} GB ({of_forward}card {x.card_bytes / 1e9:.1f}), "
             f"loss {x.loss:.4f}, gradients {x.norm:.3f}"
         )

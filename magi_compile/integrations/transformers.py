@@ -25,9 +25,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from magi_compile import _compat
 from magi_compile._warnings import warn_once
-from magi_compile.dtensor.context.attention import attend_by
 from magi_compile.dtensor.context.positions import is_over_ranks, with_given_positions
-from magi_compile.dtensor.sequence.sequence_plan import SpreadMask
+from magi_compile.dtensor.sequence.spread_mask import SpreadMask, attend_by
 from magi_compile.integrations.packed_documents import (
     MaskFunction,
     are_of_rows,
@@ -341,7 +340,7 @@ def _attend_over_ranks(
     if not getattr(module, "layer_idx", 0) and are_of_rows(positions, query.shape[2]):
         mask = with_given_positions(mask, positions, module.training)
     softcap, s_aux = rest.get("softcap") or 0.0, rest.get("s_aux")
-    out, lse, _ = attend_by(mask.mask_mod, query, key, value, scaling, softcap)
+    out, lse, _ = attend_by(mask.mask_mod, None, query, key, value, scaling, softcap)
     if s_aux is not None:
         out = out_with_sinks(out, lse, s_aux, heads_first=True)
     return out.transpose(1, 2).contiguous(), None

@@ -36,7 +36,7 @@ from magi_compile.ops.dtensors import (
 from magi_compile.ops.layout import by_entries, in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
 from magi_compile.ops.masks.plan_lists import plan_of_block_mask
-from magi_compile.ops.over_ranks import replacements
+from magi_compile.ops.over_ranks import carried_by, replacements
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import (
@@ -124,7 +124,7 @@ def flex_flash_attention(
         out = out_with_sinks(out, lse, sinks, heads_first=False)
         return AttnOutput(out, lse_with_sinks(lse, sinks), max_scores)
     if has_torch_function_mode():  # context parallelism
-        handle: Any = handle_torch_function  # its types know no overloads
+        handle: Any = handle_torch_function
         return handle(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[no-any-return]
     if (over_ranks := replacements()) is not None:
         return over_ranks.flex_flash_attention(q, k, v, slices, **given)  # type: ignore[no-any-return]
@@ -339,6 +339,10 @@ def flex_attention(
     from torch.nn.attention import flex_attention as flex
 
     has_mode, over_ranks = has_torch_function_mode(), replacements()
+    arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    carried = None if has_mode or over_ranks is not None else carried_by(block_mask)
+    if carried is not None:
+        return carried(*arguments, kernel_options, return_aux=return_aux)
     if not has_mode and over_ranks is None and are_distributed(query, key, value):
         query, key, value = as_autocast(query, key, value)
         check_padded(query, key, value, None, enable_gqa)
@@ -348,22 +352,11 @@ def flex_attention(
             {"scale": scale, "enable_gqa": True, "kernel_options": kernel_options, **given},
         )
     if torch.compiler.is_compiling():  # by torch.export too, strict or not
-        return flex.flex_attention(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            return_lse,
-            kernel_options,
-            return_aux=return_aux,
-        )
+        call: Any = flex.flex_attention  # its types know no overloads
+        return call(*arguments, kernel_options, return_aux=return_aux)
     check_mapping("kernel_options", kernel_options)
-    arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     if has_mode:
-        handle: Any = handle_torch_function  # its types know no overloads
+        handle: Any = handle_torch_function
         return handle(flex_attention, (), *arguments, kernel_options, return_aux=return_aux)
     if over_ranks is not None:
         return over_ranks.flex_attention(*arguments, kernel_options, return_aux=return_aux)

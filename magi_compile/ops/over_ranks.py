@@ -31,3 +31,8 @@ def replaced(replacements: Replacements) -> Iterator[None]:
 def replacements() -> Replacements | None:
     """Those of the innermost block; None outside."""
     return _current[-1] if _current else None
+
+
+def carried_by(block_mask: Any) -> Callable[..., Any] | None:
+    """The `flex_attention` of a BlockMask whose mask_mod carries a plan; None for other masks, and for none."""
+    return getattr(getattr(block_mask, "mask_mod", None), "flex_attention", None)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -248,15 +249,53 @@ def run_refused_attention(group):
         match="this BlockMask is for tokens that are spread over ranks; call attention inside",
     ):
         flex.flex_attention(q, k, v, block_mask=p.block_mask)
-    with pytest.raises(
-        RuntimeError,
-        match="this BlockMask is for tokens that are spread over ranks; call attention inside",
-    ):
-        magi_compile.flex_attention(q, k, v, block_mask=p.block_mask)
 
 
 def test_attention_over_the_tokens_of_a_rank_alone_is_refused(ranks_of):
     ranks_of(2).run(run_refused_attention)
+
+
+def run_without_a_block(group, backend):
+    """Ours by a BlockMask that carries its plan, other masks in turn, beside one process."""
+    bias = torch.tensor(0.1, requires_grad=True)
+
+    def scored(score, b, h, q, k):
+        return score + bias * (q - k)
+
+    def attend(q, k, v, block_mask):
+        out, lse = magi_compile.flex_attention(
+            q, k, v, scored, block_mask, 0.3, enable_gqa=True, return_lse=True
+        )
+        return out.sin().sum() + lse.sum()
+
+    torch._dynamo.reset()
+    call = torch.compile(attend, backend=backend, fullgraph=True) if backend else attend
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed, ends in enumerate(([40], [9, 77], [100])):
+            torch.manual_seed(seed)
+            whole = [torch.randn(1, h, S, 8, requires_grad=True) for h in (4, 2, 2)]
+            mask = block_mask("documents", document_of(ends, S))
+            p = plan(mask, mesh_of(group), options=OPTIONS)
+            mine = [p.shard(x.detach(), 2).requires_grad_() for x in whole]
+            loss = call(*mine, p.block_mask)
+            found = torch.autograd.grad(loss, [*mine, bias])
+            wanted = attend(*whole, mask)
+            torch.testing.assert_close(total(loss.detach(), group), wanted.detach())
+            *wanted, of_bias = torch.autograd.grad(wanted, [*whole, bias])
+            torch.testing.assert_close(total(found[-1], group), of_bias, rtol=1e-4, atol=1e-3)
+            for x, y in zip(found[:-1], wanted, strict=True):
+                torch.testing.assert_close(x, p.shard(y, 2), rtol=1e-4, atol=1e-5)
+
+
+def total(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+@pytest.mark.parametrize("backend", [None, "magi"])
+def test_a_mask_carries_its_plan(ranks_of, backend):
+    ranks_of(2).run(run_without_a_block, backend)
 
 
 def run_refused_in_graphs(group):

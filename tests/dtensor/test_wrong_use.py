@@ -201,7 +201,6 @@ def run_on_gpus(group, has_cpu_backend):
     if not has_cpu_backend:
         patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     patch.setattr(agreement, "is_recorded", lambda device: False)
-    patch.setattr(agreement, "EVERY", 64)
     exchanges, exchange = [], agreement._exchange
     patch.setattr(agreement, "_exchange", lambda *x: exchanges.append(1) or exchange(*x))
     kinds = [

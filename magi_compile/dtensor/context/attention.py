@@ -24,13 +24,16 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from magi_compile import _compat
 from magi_compile.dtensor.call.scores import MaskOverRanks
-from magi_compile.dtensor.sequence.sequence_plan import SequencePlan, SpreadMask, SpreadSlices
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
+from magi_compile.dtensor.sequence.spread_mask import (
+    SpreadMask,
+    SpreadSlices,
+    attend_by,
+    check_groups,
+)
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
-from magi_compile.masks.arguments import check_flag
 from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
-from magi_compile.ops.aux_request import asks_for_max_scores, returned
-from magi_compile.ops.define import define
 from magi_compile.ops.over_ranks import Replacements, replaced
 
 if TYPE_CHECKING:
@@ -116,55 +119,8 @@ def _refusal(what: str) -> str:
     )
 
 
-# Dynamo compares objects that it finds in two places once, when it traces. So that a graph does not go on with the mask
-# of another plan, each place has a tensor of its own with the plan's digest, and an op holds them against each other
-# when the graph runs.
-
-
 def _digests(plans: Sequence[SequencePlan]) -> Tensor | None:
     return torch.cat([plan.meta[:1] for plan in plans]) if plans else None
-
-
-def _plan_of_block(meta: Tensor, own: Tensor, around: Tensor) -> Tensor:
-    if not bool((own == around).any()):
-        raise ValueError(
-            "attention inside context_parallel must have the mask of that context_parallel, got the `block_mask` or "
-            "the `slices` of another plan; use those of `with context_parallel(...) as plan`"
-        )
-    return meta.clone()
-
-
-_lib = torch.library.Library("magi", "FRAGMENT")
-define(
-    _lib,
-    "plan_of_block(Tensor meta, Tensor own, Tensor around) -> Tensor",
-    _plan_of_block,
-    lambda meta, own, around: torch.empty_like(meta),
-)
-
-
-def _attend(
-    mask: SpreadMask | SpreadSlices,
-    around: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *options: Any,
-    return_max_scores: bool = False,
-) -> AttnOutput:
-    """Attention by a mask and its plan, whose digest must be among those of the block `around`, if that has plans;
-    `options` are those of `SequencePlan.attend` behind `meta`."""
-    meta = mask.plan.meta
-    if around is not None:
-        meta = torch.ops.magi.plan_of_block(meta, mask.digest, around)
-    return mask.plan.attend(q, k, v, meta, *options, return_max_scores=return_max_scores)
-
-
-def attend_by(
-    mask: SpreadMask, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float
-) -> AttnOutput:
-    """Attention by a mask that carries its plan, without a block around it; as `SequencePlan.attend`."""
-    return _attend(mask, mask.plan.meta[:1], q, k, v, scale, softcap)
 
 
 # What a model may call. Dynamo traces these; it does not guard the identity of objects, so nothing here asks for that.
@@ -192,7 +148,7 @@ def _flex_operator(
         raise NotImplementedError(
             "`kernel_options` must not ask for a BACKEND inside context_parallel, which runs its own kernels; remove it"
         )
-    out, *rows = _attend(
+    out, *rows = attend_by(
         *(mask_mod, around, query, key, value, scale, 0.0),
         None if score_mod is _NO_SCORE_MOD else score_mod,
         return_max_scores=bool(kernel_options.get("OUTPUT_MAX")),
@@ -226,15 +182,10 @@ def _flex_attention(
     """`magi_compile.flex_attention` in eager code."""
     if block_mask is None or not isinstance(block_mask.mask_mod, SpreadMask):
         raise ValueError(_OTHER_MASK)
-    _check_groups(query, key, enable_gqa)
-    with_max = asks_for_max_scores(return_lse, return_aux)
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"`score_mod` must be a function or None, got {score_mod!r}")
-    found = _attend(
-        *(block_mask.mask_mod, around, query, key, value, scale, 0.0, score_mod),
-        return_max_scores=with_max,
+    arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    return block_mask.mask_mod.flex_attention(
+        *arguments, kernel_options, return_aux=return_aux, around=around
     )
-    return returned(*found, return_lse=return_lse, return_aux=return_aux)
 
 
 def _flex_flash_attention(
@@ -264,7 +215,7 @@ def _flex_flash_attention(
     else:
         mask = planned.slices
     given = (mask, around, q, k, v, softmax_scale, softcap)
-    return _attend(*given, return_max_scores=return_max_scores)
+    return attend_by(*given, return_max_scores=return_max_scores)
 
 
 def _sdpa(
@@ -304,7 +255,7 @@ def _sdpa(
         raise ValueError(
             f"`query` must be [B, H, seqlen_local, D] inside context_parallel, got shape {list(query.shape)}"
         )
-    _check_groups(query, key, enable_gqa)
+    check_groups(query, key, enable_gqa)
     return _of_lengths(fitting, query, key).attention(query, key, value, scale=scale)
 
 
@@ -322,15 +273,6 @@ def _of_lengths(plans: Sequence[SequencePlan], query: Tensor, key: Tensor) -> Se
             f"{len(plans)} of them have; call flex_attention with the mask itself, or SequencePlan.attention"
         )
     return plans[0]
-
-
-def _check_groups(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
-    check_flag("enable_gqa", enable_gqa)
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"`key` must have the heads of `query`, {query.shape[1]}, got {key.shape[1]}; "
-            "set enable_gqa=True for grouped queries"
-        )
 
 
 _alike: WeakKeyDictionary[AttnSlices, tuple[Sequence[SequencePlan], SequencePlan | None]] = (

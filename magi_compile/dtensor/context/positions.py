@@ -16,7 +16,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.call.execution import routes_of, unpack
-from magi_compile.dtensor.sequence.sequence_plan import SpreadMask
+from magi_compile.dtensor.sequence.spread_mask import SpreadMask
 from magi_compile.ops.define import define
 
 if TYPE_CHECKING:

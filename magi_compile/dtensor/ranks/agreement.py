@@ -4,7 +4,7 @@ error.
 
     tensors on a CPU    in every call, by an all-gather
     tensors on a GPU    in the first call of its kind, that is of a plan, and shapes, dtype and options, and in every
-                        256th call of the group, which also compares a hash of all calls since the last time
+                        64th call of the group, which also compares a hash of all calls since the last time
 
 What a rank has asked before it keeps by itself, so on GPUs a rank may ask where others do not. It must not meet their
 rows then: it asks hosts, by the CPU backend of the group or by its store, and waits for no device. Alone, it waits
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from magi_compile.dtensor.call.arguments import Options
     from magi_compile.dtensor.call.execution import DevicePlan
 
-EVERY = 256  # calls of a group with tensors on GPUs
+EVERY = 64  # calls of a group with tensors on GPUs: those of a training step of 32 layers
 KEPT = 1024  # kinds of calls
 SECONDS_TO_SAY_SO = 5.0  # once an exchange has failed
 SECONDS_BETWEEN_QUESTIONS = 0.05

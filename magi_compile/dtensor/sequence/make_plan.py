@@ -29,7 +29,8 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_together,
     planner,
 )
-from magi_compile.dtensor.sequence.sequence_plan import SequencePlan, SpreadMask
+from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
+from magi_compile.dtensor.sequence.spread_mask import SpreadMask
 from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_count

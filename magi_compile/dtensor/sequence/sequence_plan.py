@@ -23,6 +23,7 @@ from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
+from magi_compile.dtensor.sequence.spread_mask import SpreadMask, SpreadSlices
 from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import one_block_mask
@@ -45,28 +46,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
     from magi_compile.dtensor.sequence.make_plan import HostPlan
-
-
-class SpreadSlices(AttnSlices):
-    """The mask of a whole sequence whose tokens are spread by `plan`."""
-
-    plan: SequencePlan
-    digest: Tensor
-
-
-class SpreadMask:
-    """The mask_mod of a BlockMask for tokens that are spread by `plan`: it stands for the whole mask,
-    and is never evaluated."""
-
-    def __init__(self, plan: SequencePlan):
-        self.plan = plan
-        self.digest = plan.meta[:1].clone()
-
-    def __call__(self, *_: Any) -> Tensor:
-        raise RuntimeError(
-            "this BlockMask is for tokens that are spread over ranks; call attention inside "
-            "`with context_parallel(mesh, mask=plan)`, or plan.attention(q, k, v)"
-        )
 
 
 class SequencePlan(SpreadTokens):
@@ -149,7 +128,8 @@ class SequencePlan(SpreadTokens):
 
     @property
     def block_mask(self) -> BlockMask:
-        """The mask for `flex_attention` inside `context_parallel`. Evaluated anywhere else, it raises."""
+        """The mask for `flex_attention` inside `context_parallel`, and for `magi_compile.flex_attention` anywhere.
+        Evaluated, it raises."""
         if self._block_mask is None:
             lengths = (self.seqlen_local, self.keys.seqlen_local)
             is_traced = torch.compiler.is_compiling()
