@@ -13,7 +13,7 @@ DDP or FSDP2, over all ranks.
 """
 
 # All that touches private or undocumented names of the frameworks is in this file. Read in transformers 5.20 to 5.24,
-# accelerate 1.15 and TRL 1.16:
+# accelerate 1.13 to 1.15 and TRL 1.14 to 1.16:
 #
 #   accelerate      `AcceleratedScheduler.step`          steps once for each process; here for each group
 #                   `Accelerator._prepare_device_mesh`   asked by `prepare_data_loader` only, which divides the ranks by
