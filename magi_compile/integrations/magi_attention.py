@@ -19,31 +19,37 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from magi_compile import _compat
 from magi_compile.dtensor import ContextParallelOptions, SequencePlan, plan
-from magi_compile.integrations.flex_flash_attn import (
-    AttnForwardMeta,
-    one_sink,
-    slices_of,
-)
+from magi_compile.integrations.flex_flash_attn import AttnForwardMeta as AttnForwardMeta
 from magi_compile.integrations.flex_flash_attn import AttnMaskType as AttnMaskType
 from magi_compile.integrations.flex_flash_attn import AttnRanges as AttnRanges
 from magi_compile.integrations.flex_flash_attn import flex_flash_attn_func as flex_flash_attn_func
+from magi_compile.integrations.flex_flash_attn import one_sink, slices_of
+from magi_compile.integrations.magi_attention_helpers import INSTEAD, OPTIONS
+from magi_compile.integrations.magi_attention_helpers import apply_padding as apply_padding
+from magi_compile.integrations.magi_attention_helpers import compute_pad_size as compute_pad_size
+from magi_compile.integrations.magi_attention_helpers import (
+    infer_attn_mask_from_cu_seqlens as infer_attn_mask_from_cu_seqlens,
+)
+from magi_compile.integrations.magi_attention_helpers import (
+    infer_attn_mask_from_sliding_window as infer_attn_mask_from_sliding_window,
+)
+from magi_compile.integrations.magi_attention_helpers import (
+    infer_varlen_mask_from_batch as infer_varlen_mask_from_batch,
+)
+from magi_compile.integrations.magi_attention_helpers import pad_at_dim as pad_at_dim
+from magi_compile.integrations.magi_attention_helpers import squash_batch_dim as squash_batch_dim
+from magi_compile.integrations.magi_attention_helpers import unpad_at_dim as unpad_at_dim
 from magi_compile.masks import AttnSlices
 
 DistAttnRuntimeKey: TypeAlias = SequencePlan
 
-# Parts of the names of MagiAttention's configs and algorithms, and the options that are in place of them.
-_OPTIONS = {
-    "DispatchConfig": "`chunk_size` and `strategy`",
-    "DispatchAlg": "`strategy`",
-    "Overlap": "`degree` and `backward_degree`",
-    "GrpCollConfig": "`cost`, its rates; buffers have no sizes",
-    "DistAttnConfig": "`chunk_size`, `strategy`, `degree`, `backward_degree` and `cost`",
-}
 _recent: dict[str, SequencePlan] = {}  # of each process group, by its name
 
 
 def __getattr__(name: str) -> Any:
-    for part, ours in _OPTIONS.items():
+    if name in INSTEAD:
+        raise ImportError(f"`{name}` of MagiAttention has no counterpart: {INSTEAD[name]}")
+    for part, ours in OPTIONS.items():
         if part in name:
             raise ImportError(
                 f"`{name}` of MagiAttention has no counterpart; pass ContextParallelOptions of "
@@ -166,11 +172,6 @@ def get_most_recent_key(cp_group: dist.ProcessGroup) -> SequencePlan:
     if cp_group.group_name not in _recent:
         raise ValueError(f"`cp_group` must have had a key, got {cp_group.group_name!r}")
     return _recent[cp_group.group_name]
-
-
-def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
-    """Tokens up to the next multiple of `cp_size * chunk_size`."""
-    return -total_seqlen_q % (cp_size * chunk_size)
 
 
 class _Dispatch(torch.autograd.Function):
