@@ -64,7 +64,9 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
     else:
         out = _unpacked(emit, out, batch, seqlen_q)
     order = memory_order(value_of(call.node)[0].stride())
-    if not value_of(out).permute(order).is_contiguous() and not _is_packed_again(call.node):
+    with emit.fake_mode:  # the graph's, where a compiler that calls Inductor has another one
+        is_in_order = value_of(out).permute(order).is_contiguous()
+    if not is_in_order and not _is_packed_again(call.node):
         # The call promises the memory order of q; code after it may rely on it.
         out = emit.call(torch.permute, out, order)
         out = emit.call(torch.clone, out, memory_format=torch.contiguous_format)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import magi_compile
 from magi_compile.lowering.backend import make_backend
+from magi_compile.lowering.flex import lower_flex_attention
 
 SIZES = (2, 4, 48, 16)  # B, H, S, D
 # Each two dimensions are neighbours in either order, and each dimension is the first, the second, the third and the
@@ -114,3 +116,21 @@ def test_values_that_are_a_view_of_the_keys():
     q, k = q.clone(), k.clone()
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k[..., :8])
     torch.testing.assert_close(attend(q, k, k[..., :8]), wanted)
+
+
+def test_a_compiler_with_a_fake_mode_of_its_own():
+    """Around Inductor, and so around the lowering, whose graph has Dynamo's."""
+
+    def backend(gm, example_inputs):
+        with FakeTensorMode():
+            lower_flex_attention(gm)
+        return gm.forward
+
+    q, (k, v) = query((1, 3, 0, 2)), others()
+    expected, strides = promised(q, k, v)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        attend = torch.compile(torch_flex_attention, backend=backend, fullgraph=True)
+        out = attend(*(x.detach() for x in (q, k, v)), enable_gqa=True)
+    assert out.stride() == strides[0]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
