@@ -1,5 +1,6 @@
 """Plans that are made without a process group, as in a DataLoader's worker, and what ranks compare."""
 
+import copy
 import pickle
 
 import pytest
@@ -165,12 +166,29 @@ class Plans:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_ahead_in_a_forked_worker():
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_ahead_in_a_worker(start):
     """Of a process that has planned ahead, and that plans while it forks."""
     wanted = [digest_of(i) for i in range(2)]
     loader = torch.utils.data.DataLoader(
-        Plans(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=20
+        Plans(), batch_size=None, num_workers=1, multiprocessing_context=start, timeout=60
     )
     with rank_plan._plans.lock:
         workers = iter(loader)
     assert list(workers) == wanted
+
+
+def pickled(group):
+    """A plan that has its group says what to send in its place, and so do its keys."""
+    message = r"a S\w+ cannot be pickled .* HostPlan, which can be: plan\(mask, ranks="
+    for made in (plan(CAUSAL, group), plan(CROSS, group).keys):
+        for send in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(
+                TypeError,
+                match=message,
+            ):
+                send(made)
+
+
+def test_a_plan_with_a_group_is_not_pickled(ranks_of):
+    ranks_of(2).run(pickled)

@@ -55,6 +55,13 @@ class SpreadTokens:
             f"{self.cp_size}, chunk_size={self.placement.chunk_size}, device='{self.device}')"
         )
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: it has a process group. A worker makes a HostPlan, "
+            "which can be: plan(mask, ranks=(cp_size, rank)), or plan_ahead with `ranks`; `HostPlan.on(mesh)` is the "
+            "plan in the process that has the group"
+        )
+
     def has_the_tokens_of(self, other: SpreadTokens) -> bool:
         """True if every rank holds the same tokens by both, in the same order."""
         if not isinstance(other, SpreadTokens):
