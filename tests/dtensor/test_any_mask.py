@@ -240,18 +240,10 @@ def run_eager(group, name):
     step(group, make(1), score_mod, UNEVEN, ours)
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_eager(ranks_of, name):
-    ranks_of(2).run(run_eager, name)
-
-
-def run_on_four(group):
-    step(group, scattered(), alibi, SPREAD, eagerly)
-    step(group, of_entries_and_heads(), no_score_mod, AT_ONCE)
-
-
-def test_four_ranks(ranks_of):
-    ranks_of(4).run(run_on_four)
+def test_eager(ranks_of, name, size):
+    ranks_of(size).run(run_eager, name)
 
 
 def run_on_two_hosts(group):
@@ -317,24 +309,35 @@ def run_compiled(group, name, checkpointing, backend):
     assert magi_compile._compat.num_compiled_graphs() <= first + 1  # lengths that become symbols
 
 
+COMPILED = {
+    "scattered, alibi": False,
+    "entries, relative": True,
+    "windows of heads, relative": False,
+    "lists of heads, alibi": True,
+    "dilated": True,
+}  # and if it is checkpointed
+ALSO_ON_FOUR = ["scattered, alibi", "entries, relative", "lists of heads, alibi"]
+
+
 @pytest.mark.parametrize(
-    ("name", "checkpointing"),
+    ("name", "size"),
     [
-        ("scattered, alibi", False),
-        ("entries, relative", True),
-        ("windows of heads, relative", False),
-        ("lists of heads, alibi", True),
-        ("dilated", True),
+        *((name, 2) for name in COMPILED),
+        *(
+            pytest.param(name, 4, marks=[] if name in ALSO_ON_FOUR else pytest.mark.slow)
+            for name in COMPILED
+        ),
     ],
 )
-def test_compiled(ranks_of, name, checkpointing):
-    ranks_of(2).run(run_compiled, name, checkpointing, None)
+def test_compiled(ranks_of, name, size):
+    ranks_of(size).run(run_compiled, name, COMPILED[name], None)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["scattered, alibi", "windows of heads, relative"])
-def test_compiled_by_inductor(ranks_of, name):
-    ranks_of(2).run(run_compiled, name, False, "magi")
+def test_compiled_by_inductor(ranks_of, name, size):
+    ranks_of(size).run(run_compiled, name, False, "magi")
 
 
 def run_compiled_plan(group):
