@@ -549,17 +549,16 @@ def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int, list[Call
             )
         changes.append(partial(setattr, accelerator, "_prepare_cp", lambda *args: args))
         return accelerator.torch_device_mesh["cp"], config.tp_size, changes
-    if config is not None and config.tp_size > 1:
-        raise ValueError(
-            f"`cp_size` must be in the ParallelismConfig that has tp_size={config.tp_size}: one mesh has both"
-        )
     assert cp_size is not None
-    if world % cp_size:
-        raise ValueError(f"`cp_size` must divide the {world} processes, got {cp_size}")
-    sizes, names = (world // cp_size, cp_size), ("dp_replicate", "cp")
+    tp_size = 1 if config is None else config.tp_size
+    if world % (cp_size * tp_size):
+        beside = f", {tp_size} of which split one model" if tp_size > 1 else ""
+        raise ValueError(f"`cp_size` must divide the {world} processes{beside}, got {cp_size}")
+    # Tensor parallelism is among neighbours, as accelerate and transformers have it.
+    sizes, names = (world // (cp_size * tp_size), cp_size, tp_size), ("dp_replicate", "cp", "tp")
     mesh = dist.init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
     changes.append(partial(setattr, accelerator, "_prepare_device_mesh", lambda: mesh))
-    return mesh["cp"], 1, changes
+    return mesh["cp"], tp_size, changes
 
 
 def _take_masks(model: Any) -> None:

@@ -160,6 +160,19 @@ def test_two_groups_of_two(name, two, four):
     check(four.of(name), two.ranks.run(run, [four.cases[name]], 1)[0][0])
 
 
+SPLIT = {
+    "loop, split by PyTorch": ("loop", {"name": "llama", "shards_weights": True, "tp": 2}),
+    "Trainer, split by transformers": ("trainer", {"name": "llama", "tp": 2, **EVALUATED}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT)
+def test_tensor_parallelism(name, four):
+    """Two ranks of each document, and heads on two."""
+    check(four.ranks.run(run, [SPLIT[name]])[0][0], run(None, [SPLIT[name]])[0])
+
+
 @pytest.mark.slow
 def test_compiled(two):
     (case,) = SLOW.values()
@@ -268,6 +281,11 @@ def refused_on_ranks(group):
 
     with pytest.raises(ValueError, match="`cp_size` must divide the 2 processes, got 3"):
         context_parallel(trainer_of(), cp_size=3)
+    split = Accelerator(cpu=True, parallelism_config=trainer_runs.parallelism_config(1, 2))
+    message = "`cp_size` must divide the 2 processes, 2 of which split one model, got 2"
+    with pytest.raises(ValueError, match=message):
+        context_parallel(split, model_of("llama"), cp_size=2)
+    trainer_runs.AcceleratorState._reset_state(True)
     trainer = context_parallel(trainer_of(), cp_size=2)
     assert isinstance(trainer, hf.Trainer)
     with pytest.raises(ValueError, match="must not be context parallel already"):

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers as hf
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import magi_compile
@@ -176,11 +182,13 @@ def by_trainer(
     compiled: bool = False,
     in_config: bool = False,
     stream: bool = False,
+    tp: int = 1,
     options: ContextParallelOptions = OPTIONS,
     **more: Any,
 ) -> list[dict[str, Any]]:
     """What a Trainer logs, then its predictions where `metrics`, then sums of its weights."""
     folder = folder_of_all()
+    tp = tp if cp > 1 else 1
     if resume:
         more |= {"save_strategy": "steps", "save_steps": 2}
     if compiled and cp > 1:
@@ -196,9 +204,11 @@ def by_trainer(
         model, logs = model_of(name), Logs()
         if lora:
             model = with_lora(model)
+        if tp > 1:
+            model = split_by_transformers(model, tp)
         given = {
             "model": model,
-            "args": hf.TrainingArguments(folder, **arguments_of(cp, **more)),
+            "args": hf.TrainingArguments(folder, **arguments_of(cp * tp, **more)),
             "train_dataset": Stream(size) if stream else documents(size, 1),
             "eval_dataset": documents(14, 2),
             "data_collator": padded if pad else hf.DataCollatorWithFlattening(),
@@ -228,18 +238,18 @@ def by_trainer(
         trainer.data_collator = without_labels
         found.append({"predicted": trainer.predict(documents(6, 3)).predictions})
     state = trainer.accelerator.unwrap_model(trainer.model_wrapped).state_dict()
-    found.append({"weights": torch.stack([x.float().sum() for x in state.values()]).numpy()})
+    whole = (x.full_tensor() if isinstance(x, DTensor) else x for x in state.values())
+    found.append({"weights": torch.stack([x.float().sum() for x in whole]).numpy()})
     return found
 
 
-def parallelism_config(cp: int) -> Any:
+def parallelism_config(cp: int, tp: int = 1) -> Any:
     """As from `parallelism_config_cp_size` in a file of accelerate's, which refuses CPUs."""
-    from accelerate import ParallelismConfig
-
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     ParallelismConfig._validate_accelerator = lambda *_: None
-    return ParallelismConfig(cp_size=cp, dp_shard_size=dist.get_world_size() // cp)
+    dp = dist.get_world_size() // (cp * tp)
+    return ParallelismConfig(cp_size=cp, dp_shard_size=dp, tp_size=tp)
 
 
 def with_lora(model: Any) -> Any:
@@ -281,12 +291,39 @@ def by_sft(cp: int, name: str, packing: bool) -> list[dict[str, Any]]:
     return logs.found
 
 
-def by_loop(cp: int, name: str, *, shards_weights: bool = False) -> list[dict[str, Any]]:
+def split_by_transformers(model: Any, tp: int) -> Any:
+    """The model with its heads on `tp` ranks, and every weight on all."""
+    from transformers.distributed import DistributedConfig
+
+    ParallelismConfig._validate_accelerator = lambda *_: None  # of the config that Trainer makes
+    folder = folder_of_all()
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    sizes = DistributedConfig(tp_size=tp, fsdp_size=dist.get_world_size() // tp)
+    given = {"attn_implementation": model.config._attn_implementation, "dtype": torch.float32}
+    return type(model).from_pretrained(folder, distributed_config=sizes, **given)
+
+
+def split_heads(model: Any, mesh: Any) -> None:
+    """Tensor parallelism of a Llama, by PyTorch."""
+    column, row = ColwiseParallel(), RowwiseParallel()
+    attention = {f"self_attn.{x}_proj": column for x in "qkv"} | {"self_attn.o_proj": row}
+    mlp = {"mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, {**attention, **mlp})
+
+
+def by_loop(
+    cp: int, name: str, *, shards_weights: bool = False, tp: int = 1
+) -> list[dict[str, Any]]:
     """accelerate's plain loop, with DDP or with FSDP2's `fully_shard`; two batches a step."""
     accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False)
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(even_batches=False),
+        parallelism_config=parallelism_config(cp, tp) if cp > 1 and tp > 1 else None,
     )
-    model = model_of(name)
+    model, mesh = model_of(name), accelerator.torch_device_mesh
     collate = hf.DataCollatorWithFlattening()
     loader = torch.utils.data.DataLoader(documents(48, 1), batch_size=4, collate_fn=collate)
     ranks = None
@@ -296,12 +333,20 @@ def by_loop(cp: int, name: str, *, shards_weights: bool = False) -> list[dict[st
     if accelerator.num_processes > 1 and shards_weights:
         from torch.distributed.fsdp import fully_shard
 
+        over = {} if mesh is None else {"mesh": mesh["dp_shard_cp"]}
+        if tp > 1:
+            split_heads(model, mesh["tp"])
         for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, **over)
+        fully_shard(model, **over)
     elif accelerator.num_processes > 1:
         model = accelerator.prepare(model)
     optimizer, batches, found = torch.optim.SGD(model.parameters(), 0.3), list(loader), []
+    if mesh is not None:
+        size = model.model.layers[0].mlp.up_proj.weight.to_local().shape
+        assert tuple(size) == (SMALL["intermediate_size"] // (cp * tp), SMALL["hidden_size"])
+        model._tp_size = tp  # which transformers notes of models that it splits itself
+        model, optimizer = accelerator.prepare(model, optimizer)
     for pair in zip(batches[::2], batches[1::2], strict=True):
         total = torch.zeros(())
         if ranks is None:
