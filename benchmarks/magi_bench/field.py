@@ -16,8 +16,6 @@ rates of links, so the error is that of balance and communication.
 from __future__ import annotations
 
 import argparse
-import csv
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,8 +44,6 @@ from magi_compile.masks.slices import AttnSlices
 
 #: Of the forward and the backward of our kernel's rate, on dense masks of an H200.
 FLEX = (0.55, 0.5)
-#: Of the forward's rate, the backward's, of our kernel on dense masks of an H200.
-OF_BACKWARD = 0.83
 #: Packing and unpacking what is exchanged between heads, over its transfer inside of a domain.
 PACKING = 1.0
 #: Ranks, and the share of visible pairs, from which a mask is planned in few chunks.
@@ -451,12 +447,12 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 class Point(NamedTuple):
-    """A prediction at a number of ranks, and what was measured there: TFLOP/s of a forward, and of both passes."""
+    """A prediction at a number of ranks, and what was measured there: TFLOP/s of a forward."""
 
     work: Work
     name: str
     found: Predicted | str
-    measured: tuple[float | None, float | None]
+    measured: float | None
 
     def predicted(self) -> tuple[float, float] | None:
         """TFLOP/s forward and backward."""
@@ -467,15 +463,10 @@ class Point(NamedTuple):
         return forward, backward
 
 
-def of_both(forward: float, backward: float) -> float:
-    """TFLOP/s of a forward and a backward with such."""
-    return (1 + BACKWARD) / (1 / forward + BACKWARD / backward)
-
-
 def predict_field(args: argparse.Namespace, measured: Sequence[Measured]) -> Iterator[Point]:
     """Every strategy on every mask, number of ranks and domain of `args`."""
     heads = args.nheads_q, args.nheads_kv
-    cost = cost_of(heads, (args.tflops, OF_BACKWARD * args.tflops), args)
+    cost = cost_of(heads, (args.tflops, args.tflops), args)
     known = {row.key: row.tflops for row in measured}
     for mask in SEEDS:
         for cp in args.cp:
@@ -485,11 +476,9 @@ def predict_field(args: argparse.Namespace, measured: Sequence[Measured]) -> Ite
                 work = Work(mask, documents, slices, cp, domain, heads, cost)
                 for name, found in predict(work).items():
                     # Measurements are of one host.
-                    there = known if cp <= domain and name != "magi-flat" else {}
-                    key = (name, mask, work.tokens, cp, heads)
-                    yield Point(
-                        work, name, found, (there.get((*key, "fwd")), there.get((*key, "fwdbwd")))
-                    )
+                    there = cp <= domain and name != "magi-flat"
+                    key = (name, mask, work.tokens, cp, heads, "fwd")
+                    yield Point(work, name, found, known.get(key) if there else None)
 
 
 def table_of(points: Sequence[Point]) -> str:
@@ -503,7 +492,7 @@ def table_of(points: Sequence[Point]) -> str:
         if tflops is None or isinstance(found, str):
             refused[f"{name}: {found}"] = None
             continue
-        told = "-" if measured[0] is None else f"{measured[0]:.0f}"
+        told = "-" if measured is None else f"{measured:.0f}"
         rows = [f"{x / work.tokens:.2f}" for x in (found.near, found.far)]
         place = [work.mask, str(work.cp), str(work.domain), name]
         lines.append([*place, *(f"{x:.0f}" for x in tflops), told, *rows])
@@ -511,77 +500,46 @@ def table_of(points: Sequence[Point]) -> str:
     return aligned(lines) + (f"\nnot predicted:\n{notes}" if refused else "")
 
 
-#: Of what others published speeds of strategies, and on what.
-PUBLISHED = {"heads": (64, 8), "tokens": 8192}
-PUBLISHED_ON = "8 to 64 H100s, read off MagiAttention's bar charts"
-
-
-def published(work: Work) -> dict[str, tuple[float, float]]:
-    """TFLOP/s that others published for a mask and a number of ranks, forward and backward, by contender."""
-    if (work.heads, work.tokens) != (PUBLISHED["heads"], PUBLISHED["tokens"]):
-        return {}
-    with open(Path(__file__).parent / "report" / "published_ranks.csv", newline="") as file:
-        return {
-            row["contender"]: (float(row["fwd"]), float(row["bwd"]))
-            for row in csv.DictReader(file)
-            if (row["mask"], int(row["ranks"])) == (work.mask, work.cp)
-        }
-
-
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """TFLOP/s over the number of ranks, for each pass, domain and mask: lines are predicted, crosses measured, dashed
-    lines published by others. Needs matplotlib."""
+    """TFLOP/s forward over the number of ranks, for each mask and domain: lines are predicted, crosses measured. Needs
+    matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     masks = list(dict.fromkeys(x.work.mask for x in points))
-    panels = list(itertools.product(dict.fromkeys(x.work.domain for x in points), (0, 1)))
-    told = {(x.work.mask, x.work.cp): published(x.work) for x in points}
-    names = list(dict.fromkeys((*(x.name for x in points), *(x for y in told.values() for x in y))))
+    domains = list(dict.fromkeys(x.work.domain for x in points))
+    names = list(dict.fromkeys(x.name for x in points))
     ranks = sorted({x.work.cp for x in points})
     # Every second of tab20 is a pale one.
     colors = [pyplot.get_cmap("tab20")(2 * i % 20 + i // 10) for i in range(len(names))]
     sizes: dict[str, Any] = {
-        "figsize": (4.2 * len(masks), 3.3 * len(panels)),
+        "figsize": (4.2 * len(masks), 3.6 * len(domains)),
         "layout": "constrained",
     }
-    figure, grid = pyplot.subplots(len(panels), len(masks), squeeze=False, sharey=True, **sizes)
-    handles: dict[str, Any] = {}
-
-    def draw(
-        axes: Any, places: Sequence[tuple[int, float]], label: str, style: str, **look: Any
-    ) -> None:
-        if places:
-            (handles[label],) = axes.plot(*zip(*places, strict=True), style, **look)
-
-    for i, (domain, which) in enumerate(panels):
+    figure, grid = pyplot.subplots(len(domains), len(masks), squeeze=False, sharey=True, **sizes)
+    for i, domain in enumerate(domains):
         for j, mask in enumerate(masks):
             axes = grid[i][j]
             here = [x for x in points if (x.work.domain, x.work.mask) == (domain, mask)]
             for name, color in zip(names, colors, strict=True):
                 mine = [x for x in here if x.name == name]
-                found = [(x.work.cp, x.predicted()) for x in mine]
-                places = [(cp, (x[0], of_both(*x))[which]) for cp, x in found if x]
-                width = 2.4 if name in OURS else 1.2
-                draw(axes, places, name, "-", color=color, linewidth=width)
-                seen = [(x.work.cp, y) for x in mine if (y := x.measured[which]) is not None]
-                draw(axes, seen, "measured", "X", color=color, markersize=8)
-                others = [(cp, told[mask, cp].get(name)) for cp in ranks]
-                places = [(cp, (x[0], of_both(*x))[which]) for cp, x in others if x]
-                label = "published" if mine else f"{name}, published"
-                draw(axes, places, label, "--", color=color, linewidth=1.0)
+                style = {"color": color, "linestyle": "-" if name in OURS else "--"}
+                places = [(x.work.cp, tflops[0]) for x in mine if (tflops := x.predicted())]
+                if places:
+                    axes.plot(*zip(*places, strict=True), label=f"{name}, predicted", **style)
+                seen = [(x.work.cp, x.measured) for x in mine if x.measured is not None]
+                if seen:
+                    axes.plot(*zip(*seen, strict=True), "X", color=color, markersize=9)
             axes.set_xscale("log", base=2)
             axes.set_xticks(ranks, [str(x) for x in ranks])
             axes.set(title=f"{mask}, domains of {domain}", xlabel="ranks", ylim=(0, None))
-        grid[i][0].set_ylabel(f"TFLOP/s of a GPU, {('forward', 'both passes')[which]}")
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=7, frameon=False)
-    words = "Lines are predicted; only crosses are measured"
-    if any(told.values()):
-        words += f"; dashed: published by others, {PUBLISHED_ON}"
-    figure.suptitle(f"{title}\n{words}")
-    figure.savefig(path, dpi=75)
+        grid[i][0].set_ylabel("TFLOP/s of a GPU, forward")
+    handles = grid[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
+    figure.suptitle(f"{title}. Lines are predicted; only crosses are measured")
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

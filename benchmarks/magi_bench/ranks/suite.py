@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,18 @@ from torch.nn.attention.flex_attention import BlockMask
 from magi_bench import arguments, runner, world
 from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.clock import Ready, Rounds
-from magi_bench.contenders.base import Attend, Contender
+from magi_bench.clock import Rounds
+from magi_bench.contenders.base import Contender
 from magi_bench.contenders.flex import BLOCK, make_block_mask, no_backward
 from magi_bench.ranks import base, model
 from magi_bench.ranks.base import Problem
-from magi_bench.ranks.strategies import placement
 from magi_bench.ranks.strategies.contenders import STRATEGIES, OneRank, OneRankFlex, UlyssesFlex
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.results.rows import Row
 from magi_bench.workloads.lengths import SAMPLERS
 from magi_bench.world import World
 from magi_compile import _compat
-from magi_compile.dtensor import ContextParallelOptions, SequencePlan, plan
-from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.planning.rank_plan import PlanTensors
+from magi_compile.dtensor import ContextParallelOptions, plan
 
 
 class Magi(base.RanksContender):
@@ -50,32 +47,7 @@ class Magi(base.RanksContender):
         row = base.bytes_of_keys(problem)
         # Keys and values come again in a backward, and gradients of those that were sent come home.
         moved = (received * row, (received + sent) * row)
-        return base.Spread(made.positions, self.attend(made), moved, "plan")
-
-    def attend(self, made: SequencePlan) -> Attend:
-        """Attention by a plan."""
-        return made.attention
-
-    def prepare(self, problem: Problem, case: Case) -> Ready:
-        ready = super().prepare(problem, case)
-        if problem.settings.exposed:
-            ready = ready._replace(without_moves=self.without_moves(problem, case))
-        return ready
-
-    def without_moves(self, problem: Problem, case: Case) -> Callable[[], Sequence[Tensor]]:
-        """A call of the kernel on this rank's queries and on all keys that they see, which are there beforehand."""
-        queries, world = placement.spans_at(self._positions), problem.world
-        seen = placement.between(problem.workload.slices, queries, [(0, problem.total)])
-        keys = placement.spans_at(placement.seen_by(seen))
-        mask = placement.between(problem.workload.slices, queries, keys)
-        heads = problem.settings.nheads_q, problem.settings.nheads_kv
-        q, k, v, dout = problem.inputs
-        mine, theirs = (placement.positions(x, world.device) for x in (queries, keys))
-        attend = base.kernel_on(problem.workload, world, heads, mask)
-        needs_grad = case.which == "fwdbwd"
-        return base.called(
-            attend, [q[mine], k[theirs], v[theirs]], dout[mine] if needs_grad else None
-        )
+        return base.Spread(made.positions, made.attention, moved, "plan")
 
 
 class MagiWaits(Magi):
@@ -94,24 +66,6 @@ class MagiOneStage(Magi):
     label = "the same, local keys and then remote ones"
     is_ours = False
     options = ContextParallelOptions(degree=1, backward_degree=1)
-
-
-class MagiAllToAll(Magi):
-    """Over NCCL's (or gloo's) all_to_all, where `magi` takes the collective that `plan` chooses."""
-
-    name = "magi-all-to-all"
-    label = "the same, over all_to_all"
-    is_ours = False
-
-    def attend(self, made: SequencePlan) -> Attend:
-        tensors = PlanTensors(made.meta, made.data)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return context_parallel_attention(
-                q, k, v, tensors, made.group_name, collective="all_to_all"
-            ).out
-
-        return attend
 
 
 class TorchContextParallel(base.RanksContender):
@@ -182,7 +136,7 @@ class RoundRobin(TorchContextParallel):
 
 #: In the order in which they run and of reports: those that compile for long come last.
 CONTENDERS: tuple[type[base.RanksContender], ...] = (
-    *(Magi, MagiAllToAll, MagiWaits, MagiOneStage, OneRank),
+    *(Magi, MagiWaits, MagiOneStage, OneRank),
     *STRATEGIES,
     *(OneRankFlex, UlyssesFlex, HeadTail, RoundRobin, PerDocument, TorchContextParallel),
 )
@@ -217,7 +171,6 @@ DEFAULTS: dict[str, Any] = {
     "seconds": 150.0,
     "contenders": None,
     "turn_ms": Rounds.turn_ms,
-    "exposed": False,
 }
 #: The same with --model, also in place of a preset's. A turn has several steps, of which only the last is waited for,
 #: as in a training loop that does not print the loss of every step.
@@ -231,10 +184,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "samplers": ["seeds", "longca-long"],
         "packs": 3,
         "seconds": 1500.0,
-        "exposed": True,
         "contenders": [
-            *("magi", "magi-all-to-all", "one-rank", *(x.name for x in STRATEGIES)),
-            "one-rank-flex",
+            *("magi", "one-rank", *(x.name for x in STRATEGIES), "one-rank-flex"),
             *("torch-head-tail", "torch-ptrr", "torch-documents"),
         ],
     }
@@ -351,8 +302,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "ranks that share heads in usp and loongtrain, by default as many as heads allow and leave a ring"
     option("--ulysses-degree", type=count, default=0, help=words)
     option("--window", type=count, default=0, help="ranks of a window of loongtrain's double ring")
-    words = "time ours and strategies without moves, too: the communication that is not hidden"
-    option("--exposed", action=argparse.BooleanOptionalAction, help=words)
+    words = "time strategies without moves, too: what is not hidden"
+    option("--exposed", action="store_true", help=words)
     several = {"nargs": "+", "choices": SAMPLERS, "help": "of documents, one after another"}
     option("--lengths", dest="samplers", **several)
     option("--packs", type=count, help="of documents, for each mask, length and sampler")

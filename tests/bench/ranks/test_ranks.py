@@ -20,7 +20,7 @@ from magi_compile.dtensor import plan
 from tests.bench.flat import flat, rows_of
 
 CONTENDERS = suite.CONTENDERS
-OURS = ("magi", "magi-all-to-all", "magi-waits", "magi-one-stage", "one-rank", "ulysses")
+OURS = ("magi", "magi-waits", "magi-one-stage", "one-rank", "ulysses")
 SMALL = Settings(
     *("cpu", "float32", (256,), 4, 2, 16),
     masks=("document_causal", "causal"),
@@ -241,22 +241,11 @@ def test_local_kernels_are_part_of_a_name(two_ranks):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            [],
-            {
-                "tokens": (8192,),
-                "nheads_q": 32,
-                "packs": 1,
-                "samplers": ("seeds",),
-                "exposed": False,
-            },
-        ),
+        ([], {"tokens": (8192,), "nheads_q": 32, "packs": 1, "samplers": ("seeds",)}),
         (
             ["--preset", "seeds"],
-            {"tokens": (8192, 16384, 32768), "nheads_q": 64, "packs": 3, "exposed": True},
+            {"tokens": (8192, 16384, 32768), "nheads_q": 64, "packs": 3, "seconds": 1500.0},
         ),
-        (["--preset", "seeds", "--no-exposed"], {"exposed": False, "seconds": 1500.0}),
-        (["--exposed"], {"exposed": True}),
         (
             ["--preset", "seeds", "--packs", "1", "--tokens", "8K", "--lengths", "pile"],
             {"tokens": (8192,), "nheads_q": 64, "packs": 1, "samplers": ("pile",)},

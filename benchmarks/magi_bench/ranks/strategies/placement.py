@@ -91,23 +91,6 @@ def positions(spans: Spans, device: torch.device | str) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *rows])
 
 
-def spans_at(positions: Tensor) -> Spans:
-    """The spans of tokens of the sequence, in any order."""
-    places = positions.cpu().sort().values
-    begins = torch.cat([places.new_ones(1, dtype=torch.bool), places.diff() > 1])
-    ends = torch.cat([begins[1:], begins.new_ones(1)])
-    return list(zip(places[begins].tolist(), (places[ends] + 1).tolist(), strict=True))
-
-
-def seen_by(slices: AttnSlices) -> Tensor:
-    """The keys, int64, that some query sees."""
-    begin, end = slices.k_ranges.long().unbind(1)
-    change = torch.zeros(slices.seqlen_k + 1, dtype=torch.int64)
-    change.index_add_(0, begin, (begin < end).long())
-    change.index_add_(0, end, -(begin < end).long())
-    return change.cumsum(0)[:-1].nonzero()[:, 0]
-
-
 def between(slices: AttnSlices, queries: Spans, keys: Spans) -> AttnSlices:
     """The mask between the rows of one owner and the keys of another, counted as they hold them; exact, on the host,
     in normal form."""

@@ -27,7 +27,6 @@ from magi_bench.ranks.strategies.contenders import (
 )
 from magi_bench.ranks.strategies.placement import positions, zigzag
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
-from magi_bench.ranks.suite import Magi
 from magi_bench.workloads import lengths
 from magi_bench.world import World
 from magi_compile.kernels.reference import exact_forward
@@ -215,24 +214,8 @@ def test_calls_without_moves_move_nothing_and_leave_nothing_behind(four_ranks):
         assert found == dict.fromkeys(found, True)
 
 
-def run_ours_still(group):
-    """Ours without moves has all keys beforehand: out and dq are right, of queries in their order."""
-    settings = replace(SETTINGS, exposed=True, tokens=(128,))
-    for mask in ("causal", "document_causal", "sliding_window_causal"):
-        problem = Problem(settings, World("cpu"), mask, 128)
-        made = Magi()
-        ready = made.prepare(problem, settings.case("ranks", mask, 128, which="fwdbwd"))
-        order = made._positions.argsort()
-        for x, still in zip(ready.call()[:2], ready.without_moves()[:2], strict=True):
-            torch.testing.assert_close(still, x[order], rtol=1e-4, atol=1e-5)
-
-
-def test_ours_without_moves(two_ranks):
-    two_ranks.run(run_ours_still)
-
-
 def run_exposed(group):
-    settings = replace(SETTINGS, tokens=(128,), contenders=("magi", "one-rank", "ring", "usp"))
+    settings = replace(SETTINGS, tokens=(128,), contenders=("magi", "ring", "usp"))
     return run_ranks(replace(settings, masks=("causal",), rounds=Rounds(1, 0.1), exposed=True))
 
 
@@ -240,7 +223,7 @@ def test_exposed_communication_is_a_field_of_strategies(two_ranks):
     for rows in two_ranks.run(run_exposed):
         assert {row["status"] for row in rows} == {"ok"}
         for row in rows:
-            assert ("exposed_ms" in row) == (row["contender"] != "one-rank")
+            assert ("exposed_ms" in row) == (row["contender"] != "magi")
             assert row.get("exposed_ms", 0) < row["ms"]
 
 
