@@ -267,9 +267,10 @@ class Ranks(runner.Suite):
         "Received is what the rank that receives most gets from others in a call: of ours counted from the plan, of "
         "the others from shapes. Peak memory is what PyTorch's allocator holds in a call beyond the inputs; buffers "
         "of NCCL and symmetric memory are not in it. Exposed is the time less that of the same call without moves, of "
-        "ours that of the kernel alone on all keys that its queries see. Documents of HybridCP are on their ranks before a call. A call "
-        "of the model spreads a batch of new documents, and ours plans their mask in it or on a thread while the call "
-        "before runs, while PyTorch's BlockMask is made before; with a backward it adds the gradients up over ranks."
+        "ours that of the kernel alone on all keys that its queries see. Documents of HybridCP are on their ranks "
+        "before a call. A call of the model spreads a batch of new documents, and ours plans their mask in it or on a "
+        "thread while the call before runs, while PyTorch's BlockMask is made before; with a backward it adds the "
+        "gradients up over ranks."
     )
     has_peak = True
     world: World
