@@ -50,7 +50,7 @@ class Settings:
     window: int = 0  # `ranks`: the ranks of a window of a double ring; 0 chooses
     samplers: tuple[str, ...] = ("seeds",)  # `ranks`: one after another, in place of `lengths`
     packs: int = 1  # `ranks`: of documents, for each mask that knows them, length and sampler
-    exposed: bool = False  # `ranks`: whether strategies are timed without moves, too
+    exposed: bool = False  # `ranks`: whether ours and strategies are timed without moves, too
     frameworks: tuple[str, ...] = ()  # `doors`: names in `doors.FRAMEWORKS`
     attentions: tuple[str, ...] = ()  # `doors`: `attn_implementation` of transformers
     modes: tuple[str, ...] = ()  # `doors`: "eager", "compiled"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 PASS_TITLES = {"fwd": "Forward", "bwd": "Backward", "fwdbwd": "Forward and backward"}
 PASSES = tuple(PASS_TITLES)
+#: FLOPs of a backward over those of a forward, as benchmarks count them.
+BACKWARD = 2.5
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     chart.add_argument("--seqlen", type=arguments.length, required=True)
     chart.add_argument("--masks", nargs="+", required=True, choices=MASKS, metavar="NAME")
     chart.add_argument("--contenders", nargs="+", required=True, metavar="NAME")
+    words = "lines over the number of ranks, of results of `ranks`; --seqlen is of a rank"
+    chart.add_argument("--by-ranks", action="store_true", help=words)
     chart.add_argument("--output", type=Path, required=True, help="an .svg")
     chart.set_defaults(command=_chart)
     versus = commands.add_parser("compare", help="what is faster in B than in A, beyond noise")
@@ -106,7 +108,8 @@ def _chart(args: argparse.Namespace) -> int:
 
     labels = [name.replace("_", " ") for name in args.masks]
     results = rows.load(args.results)
-    args.output.write_text(to_chart(results, args.seqlen, labels, args.contenders))
+    made = to_chart(results, args.seqlen, labels, args.contenders, by_ranks=args.by_ranks)
+    args.output.write_text(made)
     say(str(args.output))
     return 0
 

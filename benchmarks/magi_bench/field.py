@@ -28,10 +28,11 @@ from typing import Any, NamedTuple
 import torch
 
 from magi_bench.arguments import say
-from magi_bench.cases import Case
+from magi_bench.cases import BACKWARD, Case
 from magi_bench.progress import said_while
 from magi_bench.ranks.strategies import contenders as strategies
 from magi_bench.ranks.strategies.schedule import best_schedule
+from magi_bench.report import chart, published
 from magi_bench.results.rows import load
 from magi_bench.workloads.lengths import sample
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
@@ -339,8 +340,6 @@ def predict(work: Work, names: Iterable[str] = (*OURS, *OTHERS)) -> dict[str, Pr
 
 #: The masks of the seeds' benchmark of strategies.
 SEEDS = ("full", "causal", "document_full", "document_causal")
-#: FLOPs of a backward over those of a forward, as benchmarks count them.
-BACKWARD = 2.5
 
 
 class Measured(NamedTuple):
@@ -500,9 +499,13 @@ def table_of(points: Sequence[Point]) -> str:
     return aligned(lines) + (f"\nnot predicted:\n{notes}" if refused else "")
 
 
-def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """TFLOP/s forward over the number of ranks, for each mask and domain: lines are predicted, crosses measured. Needs
-    matplotlib."""
+#: Ranks of a host of the machines that others published speeds of.
+PUBLISHED_DOMAIN = 8
+
+
+def plot(points: Sequence[Point], path: Path, title: str, documents: str) -> None:
+    """TFLOP/s forward over the number of ranks, for each mask and domain: lines are predicted, crosses measured, and
+    what others published of the same setup, `documents` drawn alike, is dashed. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -511,11 +514,11 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
     masks = list(dict.fromkeys(x.work.mask for x in points))
     domains = list(dict.fromkeys(x.work.domain for x in points))
     names = list(dict.fromkeys(x.name for x in points))
-    ranks = sorted({x.work.cp for x in points})
+    ranks, told = sorted({x.work.cp for x in points}), False
     # Every second of tab20 is a pale one.
     colors = [pyplot.get_cmap("tab20")(2 * i % 20 + i // 10) for i in range(len(names))]
     sizes: dict[str, Any] = {
-        "figsize": (4.2 * len(masks), 3.6 * len(domains)),
+        "figsize": (4.2 * len(masks), 3.6 * len(domains) + 1.2),
         "layout": "constrained",
     }
     figure, grid = pyplot.subplots(len(domains), len(masks), squeeze=False, sharey=True, **sizes)
@@ -525,22 +528,40 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
             here = [x for x in points if (x.work.domain, x.work.mask) == (domain, mask)]
             for name, color in zip(names, colors, strict=True):
                 mine = [x for x in here if x.name == name]
-                style = {"color": color, "linestyle": "-" if name in OURS else "--"}
+                style = {"color": color, "linewidth": 2.5 if name in OURS else 1.2}
                 places = [(x.work.cp, tflops[0]) for x in mine if (tflops := x.predicted())]
                 if places:
                     axes.plot(*zip(*places, strict=True), label=f"{name}, predicted", **style)
                 seen = [(x.work.cp, x.measured) for x in mine if x.measured is not None]
                 if seen:
                     axes.plot(*zip(*seen, strict=True), "X", color=color, markersize=9)
+            of_colors = dict(zip(names, colors, strict=True)) | {"": "black"}
+            for curve in _published(here, documents) if domain == PUBLISHED_DOMAIN else ():
+                dashes = tuple(float(x) for x in chart.DASHES[curve.number].split())
+                style = {"color": of_colors[curve.strategy], "linestyle": (0, dashes)}
+                seen = [x for x in curve.points.items() if x[0] in ranks]
+                if seen:
+                    axes.plot(*zip(*seen, strict=True), linewidth=1, label=curve.label, **style)
+                    told = True
             axes.set_xscale("log", base=2)
             axes.set_xticks(ranks, [str(x) for x in ranks])
             axes.set(title=f"{mask}, domains of {domain}", xlabel="ranks", ylim=(0, None))
         grid[i][0].set_ylabel("TFLOP/s of a GPU, forward")
-    handles = grid[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
-    figure.suptitle(f"{title}. Lines are predicted; only crosses are measured")
+    legends = [axes.get_legend_handles_labels() for axes in grid.flat]
+    handles = {label: x for some, labels in legends for x, label in zip(some, labels, strict=True)}
+    place = {"loc": "outside lower center", "ncols": 5, "frameon": False}
+    figure.legend(handles.values(), handles.keys(), **place)
+    words = [f"{title}. Lines are predicted; only crosses are measured"]
+    figure.suptitle("\n".join([*words, *(published.STRATEGIES if told else ())]))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _published(points: Sequence[Point], documents: str) -> list[published.Curve]:
+    """The curves of a panel, forward."""
+    work = points[0].work
+    setup = documents, f"{work.heads[0]}:{work.heads[1]}", "128"
+    return published.of_strategies(setup, work.mask, "fwd", work.tokens)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -567,5 +588,5 @@ def run(args: argparse.Namespace) -> int:
     )
     say(table_of(points))
     if args.plot:
-        plot(points, args.plot, title)
+        plot(points, args.plot, title, args.lengths)
     return 0

@@ -8,7 +8,17 @@ import torch
 from magi_bench import simulate as command
 from magi_bench.cases import Case
 from magi_bench.cli import main
-from magi_bench.field import OTHERS, OURS, Predicted, Work, compare, measured_in, predict
+from magi_bench.field import (
+    OTHERS,
+    OURS,
+    Point,
+    Predicted,
+    Work,
+    compare,
+    measured_in,
+    plot,
+    predict,
+)
 from magi_bench.results.rows import Ledger
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.masks.library import MASKS
@@ -121,6 +131,33 @@ def test_other_files(tmp_path):
     path = results(tmp_path / "other.jsonl", {"magi": (1.0, 1.0)})
     with pytest.raises(ValueError, match="`--measured` must be results of `magi-bench ranks`"):
         list(measured_in(path, RATES))
+
+
+@pytest.mark.parametrize(("documents", "domain"), [("seeds", 8), ("short", 8), ("seeds", 4)])
+def test_published_speeds_are_drawn_where_the_setup_is_theirs(
+    documents, domain, tmp_path, monkeypatch
+):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    given = [work(cp, domain) for cp in (8, 16)]
+    points = [Point(x, name, found, None) for x in given for name, found in predict(x).items()]
+    plot(points, tmp_path / "field.png", "a title", documents)
+    figure = pyplot.gcf()
+    lines = {x.get_label(): x for x in figure.axes[0].get_lines()}
+    told = {label: x for label, x in lines.items() if label.endswith(" on H100s, published")}
+    words = figure.get_suptitle()
+    if (documents, domain) == ("seeds", 8):
+        assert len(told) == 8
+        ring = told["Ring P2P on H100s, published"]
+        assert list(ring.get_ydata()) == [512, 536]  # on 8 and 16
+        assert ring.get_color() == lines["ring, predicted"].get_color()
+        assert all(x.is_dashed() for x in told.values())
+        assert not any(x.is_dashed() for label, x in lines.items() if label not in told)
+        assert "for H100s, 8K tokens a GPU" in words
+        assert "bar charts" in words
+    else:
+        assert not told
+        assert words.endswith("only crosses are measured")
 
 
 def test_command(tmp_path, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from magi_bench.world import World
 from magi_compile import _compat
 from magi_compile.kernels.plan import pack
 from magi_compile.kernels.select import problem_on, select
+from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library  # noqa: F401  (defines torch.ops.magi)
 
 # Rows of queries whose scores are in memory at a time.
@@ -164,22 +165,33 @@ class RanksContender(Contender):
             "rank_tokens": len(made.positions),
         }
         self._positions = made.positions
-        *tensors, dout = (x[made.positions] for x in problem.inputs)
-        leaves = [x.requires_grad_(needs_grad) for x in tensors]
-
-        def call() -> Sequence[Tensor]:
-            out = made.attend(*leaves)
-            return [out, *torch.autograd.grad(out, leaves, dout)] if needs_grad else [out]
-
-        return Ready(call, facts=facts)
+        inputs = [x[made.positions] for x in problem.inputs]
+        return Ready(call_of(made.attend, inputs, case), facts=facts)
 
     def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
         return problem.check(results, self._positions)
 
 
-def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
-    """Our kernel on one rank, with a plan made beforehand; packed tensors with so many query and key-value heads."""
-    case, slices = workload.case, workload.slices.to(world.device)
+def call_of(attend: Attend, inputs: Sequence[Tensor], case: Case) -> Callable[[], Sequence[Tensor]]:
+    """A call with copies q, k, v and dout, which gives out, and gradients if the pass has a backward."""
+    needs_grad = case.which == "fwdbwd"
+    *tensors, dout = inputs
+    leaves = [x.requires_grad_(needs_grad) for x in tensors]
+
+    def call() -> Sequence[Tensor]:
+        out = attend(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, dout)] if needs_grad else [out]
+
+    return call
+
+
+def kernel_on(
+    workload: Workload, world: World, heads: Sequence[int], slices: AttnSlices | None = None
+) -> Attend:
+    """Our kernel on one rank, with a plan made beforehand; packed tensors with so many query and key-value heads, and
+    the mask of the workload or another."""
+    case = workload.case
+    slices = (workload.slices if slices is None else slices).to(world.device)
     sizes = (heads[0], heads[1], case.head_dim, case.head_dim)
     asked = problem_on(world.device, getattr(torch, case.dtype), sizes, case.head_dim**-0.5)
     kernel = select(asked).kernel

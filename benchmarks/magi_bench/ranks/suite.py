@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,25 @@ from torch.nn.attention.flex_attention import BlockMask
 from magi_bench import arguments, runner, world
 from magi_bench.arguments import Settings
 from magi_bench.cases import Case
-from magi_bench.clock import Rounds
-from magi_bench.contenders.base import Contender
+from magi_bench.clock import Ready, Rounds
+from magi_bench.contenders.base import Attend, Contender
 from magi_bench.contenders.flex import BLOCK, make_block_mask, no_backward
 from magi_bench.ranks import base, model
 from magi_bench.ranks.base import Problem
+from magi_bench.ranks.strategies import placement
 from magi_bench.ranks.strategies.contenders import STRATEGIES, OneRank, OneRankFlex, UlyssesFlex
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.results.rows import Row
 from magi_bench.workloads.lengths import SAMPLERS
 from magi_bench.world import World
 from magi_compile import _compat
-from magi_compile.dtensor import ContextParallelOptions, plan
+from magi_compile.dtensor import (
+    ContextParallelOptions,
+    SequencePlan,
+    context_parallel_attention,
+    plan,
+)
+from magi_compile.dtensor.planning.rank_plan import PlanTensors
 
 
 class Magi(base.RanksContender):
@@ -40,6 +47,24 @@ class Magi(base.RanksContender):
     is_ours = True
     options = ContextParallelOptions()
 
+    def prepare(self, problem: Problem, case: Case) -> Ready:
+        ready = super().prepare(problem, case)
+        if not problem.settings.exposed:
+            return ready
+        return ready._replace(without_moves=self.without_moves(problem, case))
+
+    def without_moves(self, problem: Problem, case: Case) -> Callable[[], Sequence[Tensor]]:
+        """The kernel alone: this rank's queries over the keys that they see, all of which are there beforehand."""
+        workload, world, settings = problem.workload, problem.world, problem.settings
+        mine = placement.runs_of(self._positions.sort().values)
+        keys = placement.seen(workload.slices, mine)
+        slices = placement.between(workload.slices, mine, keys)
+        heads = settings.nheads_q, settings.nheads_kv
+        attend = base.kernel_on(workload, world, heads, slices)
+        queries, seen = (placement.positions(spans, world.device) for spans in (mine, keys))
+        q, k, v, dout = problem.inputs
+        return base.call_of(attend, (q[queries], k[seen], v[seen], dout[queries]), case)
+
     def spread(self, problem: Problem) -> base.Spread:
         made = plan(problem.workload.slices, problem.world.mesh, options=self.options)
         told = made.explain()
@@ -47,7 +72,11 @@ class Magi(base.RanksContender):
         row = base.bytes_of_keys(problem)
         # Keys and values come again in a backward, and gradients of those that were sent come home.
         moved = (received * row, (received + sent) * row)
-        return base.Spread(made.positions, made.attention, moved, "plan")
+        return base.Spread(made.positions, self.attend_by(made), moved, "plan")
+
+    def attend_by(self, made: SequencePlan) -> Attend:
+        """Attention by a plan."""
+        return made.attention
 
 
 class MagiWaits(Magi):
@@ -66,6 +95,27 @@ class MagiOneStage(Magi):
     label = "the same, local keys and then remote ones"
     is_ours = False
     options = ContextParallelOptions(degree=1, backward_degree=1)
+
+
+class MagiAllToAll(Magi):
+    """Over the collective of every process group, where `magi` takes what is fastest on its machine: the difference is
+    its gain."""
+
+    name = "magi-all-to-all"
+    label = "the same, over all_to_all"
+    is_ours = False
+
+    def attend_by(self, made: SequencePlan) -> Attend:
+        tensors = PlanTensors(made.meta, made.data)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # One layer below `SequencePlan.attention`, which has no such option.
+            found = context_parallel_attention(
+                *(q, k, v, tensors, made.group_name), collective="all_to_all"
+            )
+            return found.out
+
+        return attend
 
 
 class TorchContextParallel(base.RanksContender):
@@ -136,7 +186,7 @@ class RoundRobin(TorchContextParallel):
 
 #: In the order in which they run and of reports: those that compile for long come last.
 CONTENDERS: tuple[type[base.RanksContender], ...] = (
-    *(Magi, MagiWaits, MagiOneStage, OneRank),
+    *(Magi, MagiAllToAll, MagiWaits, MagiOneStage, OneRank),
     *STRATEGIES,
     *(OneRankFlex, UlyssesFlex, HeadTail, RoundRobin, PerDocument, TorchContextParallel),
 )
@@ -170,6 +220,7 @@ DEFAULTS: dict[str, Any] = {
     "packs": 1,
     "seconds": 150.0,
     "contenders": None,
+    "exposed": False,
     "turn_ms": Rounds.turn_ms,
 }
 #: The same with --model, also in place of a preset's. A turn has several steps, of which only the last is waited for,
@@ -184,8 +235,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "samplers": ["seeds", "longca-long"],
         "packs": 3,
         "seconds": 1500.0,
+        "exposed": True,
         "contenders": [
-            *("magi", "one-rank", *(x.name for x in STRATEGIES), "one-rank-flex"),
+            *(
+                "magi",
+                "magi-all-to-all",
+                "one-rank",
+                *(x.name for x in STRATEGIES),
+                "one-rank-flex",
+            ),
             *("torch-head-tail", "torch-ptrr", "torch-documents"),
         ],
     }
@@ -208,9 +266,11 @@ class Ranks(runner.Suite):
         "to ours, above 1 where ours is faster. TFLOP/s are of a rank, by the mean visible area of its queries. "
         "Received is what the rank that receives most gets from others in a call: of ours counted from the plan, of "
         "the others from shapes. Peak memory is what PyTorch's allocator holds in a call beyond the inputs; buffers "
-        "of NCCL and symmetric memory are not in it. Documents of HybridCP are on their ranks before a call. A call "
-        "of the model spreads a batch of new documents, and ours plans their mask in it or on a thread while the call "
-        "before runs, while PyTorch's BlockMask is made before; with a backward it adds the gradients up over ranks."
+        "of NCCL and symmetric memory are not in it. Exposed is the time less that of the same call without moves, of "
+        "ours that of the kernel alone on all keys that its queries see. Documents of HybridCP are on their ranks "
+        "before a call. A call of the model spreads a batch of new documents, and ours plans their mask in it or on a "
+        "thread while the call before runs, while PyTorch's BlockMask is made before; with a backward it adds the "
+        "gradients up over ranks."
     )
     has_peak = True
     world: World
@@ -302,8 +362,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "ranks that share heads in usp and loongtrain, by default as many as heads allow and leave a ring"
     option("--ulysses-degree", type=count, default=0, help=words)
     option("--window", type=count, default=0, help="ranks of a window of loongtrain's double ring")
-    words = "time strategies without moves, too: what is not hidden"
-    option("--exposed", action="store_true", help=words)
+    words = "time ours and strategies without moves, too: what is not hidden"
+    option("--exposed", action=argparse.BooleanOptionalAction, help=words)
     several = {"nargs": "+", "choices": SAMPLERS, "help": "of documents, one after another"}
     option("--lengths", dest="samplers", **several)
     option("--packs", type=count, help="of documents, for each mask, length and sampler")

@@ -1,29 +1,20 @@
 """Reports of result files: Markdown, the table in the README, and one HTML page without anything from outside.
 
-The page draws figures that others published dashed beside ours: other machines, other document lengths, so no contest.
-They are read off the bar charts in MagiAttention's documentation, to about 1 %: one H100, heads 64:8, head_dim 128,
-bf16.
+The page draws speeds that others published dashed beside ours (`published.py`).
 """
 
 from __future__ import annotations
 
-import csv
 import statistics
+from collections.abc import Iterable
 from functools import partial
 from html import escape
 from pathlib import Path
 
 from magi_bench.cases import PASS_TITLES, format_length
-from magi_bench.report import chart, tables
+from magi_bench.report import chart, published, tables
 from magi_bench.report.tables import Group, Section, Table
 from magi_bench.results.rows import Results, Row
-
-SOURCE = (
-    "Dashed: FlashAttention 3 (long) and FFA (short dashes) as MagiAttention published them for one H100 (heads 64:8, "
-    "head_dim 128, bf16), read off its bar charts; "
-    "its documents and block size differ from ours."
-)
-PUBLISHED = ("kernel", "seeds", "64:8", "128")  # what they are of
 
 
 def to_html(results: Results, title: str | None = None, note: str = "") -> str:
@@ -46,6 +37,7 @@ def to_html(results: Results, title: str | None = None, note: str = "") -> str:
 
 def _section(section: Section, name: str) -> str:
     charts = _charts(section.group) if section.group else ""
+    charts += _figures(chart.over_ranks(*place) for place in section.over_ranks)
     return (
         f'<section id="{name}"><h2>{escape(section.title)}</h2>{charts}'
         f"{''.join(map(_html_table, section.tables))}</section>"
@@ -66,33 +58,35 @@ def _charts(group: Group) -> str:
     others = sorted((x for x in mean if x not in group.ours), key=lambda x: -mean[x])
     ours = group.ours[: max(len(chart.COLORS) - len(others), 1)]
     names = [*ours, *others][: len(chart.COLORS)]
-    figures = []
+    made = []
     for mask in group.masks:
         cells = {format_length(x): group.at(mask, x) for x in group.seqlens}
         cells = {length: rows for length, rows in cells.items() if rows}
-        made = chart.picture(
-            [group], cells, names, mask, published=partial(_published, group, mask)
-        )
-        inline = made.replace(f' xmlns="{chart.NAMESPACE}"', "")  # a page needs none
-        figures.append(f"<figure>{inline}</figure>")
-    note = f"<p>{escape(SOURCE)}</p>" if _setup(group) == PUBLISHED else ""
-    return f'<div class="charts">{"".join(figures)}</div>{note}'
+        told = partial(_published, group, mask)
+        made.append(chart.picture([group], cells, names, mask, published=told))
+    note = f"<p>{escape(published.KERNELS)}</p>" if _is_as_published(group) else ""
+    return f"{_figures(made)}{note}"
+
+
+def _figures(pictures: Iterable[str]) -> str:
+    inline = (x.replace(f' xmlns="{chart.NAMESPACE}"', "") for x in pictures)  # a page needs none
+    figures = "".join(f"<figure>{x}</figure>" for x in inline)
+    return f'<div class="charts">{figures}</div>' if figures else ""
 
 
 def _published(group: Group, mask: str, which: str) -> dict[str, dict[str, float]]:
     """The speeds that others published, by system and length as the picture has them."""
     found: dict[str, dict[str, float]] = {}
-    with open(Path(__file__).with_name("published.csv"), newline="") as file:
-        for row in csv.DictReader(file) if _setup(group) == PUBLISHED else ():
-            if (row["mask"], row["pass"]) == (mask.replace(" ", "_"), which):
-                of_system = found.setdefault(row["system"], {})
-                if (seqlen := int(row["seqlen"])) in group.seqlens:
-                    of_system[format_length(seqlen)] = float(row["tflops"])
+    told = published.of_kernels(mask.replace(" ", "_"), which) if _is_as_published(group) else []
+    for x in told:
+        of_system = found.setdefault(x.system, {})
+        if x.seqlen in group.seqlens:
+            of_system[format_length(x.seqlen)] = x.tflops
     return found
 
 
-def _setup(group: Group) -> tuple[str, ...]:
-    return group.level, group.documents, group.heads, group.head_dim
+def _is_as_published(group: Group) -> bool:
+    return group.level == "kernel" and group.setup == published.SETUP
 
 
 def _provenance(results: Results) -> str:

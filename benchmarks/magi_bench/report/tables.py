@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,11 +27,13 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A heading with its tables; of kernels also their group, of which pages draw charts."""
+    """A heading with its tables; of kernels also their group, of which pages draw charts, and of strategies across
+    ranks the groups and tokens of a rank that have several numbers of ranks."""
 
     title: str
     tables: list[Table]
     group: Group | None = None
+    over_ranks: Sequence[tuple[Group, int]] = ()
 
 
 def sections(results: Results) -> Iterator[Section]:
@@ -48,6 +50,9 @@ def sections(results: Results) -> Iterator[Section]:
             found.setdefault(title, []).append(row)
     for title, rows in found.items():
         yield Section(title, [row_table(rows), *competitive_tables(rows)])
+    if scaling := several_ranks(results):
+        made = [scaling_table(*place) for place in scaling]
+        yield Section("Over the number of ranks", made, over_ranks=scaling)
     if about := [row for row in results.rows.values() if "about" in row]:
         yield Section("What becomes of each", [coverage(about)])
     if missing := absent(results):
@@ -71,6 +76,11 @@ class Group:
     def title(self) -> str:
         kind = f"Kernels, {self.documents}" if self.level == "kernel" else "Block-sparse kernels"
         return f"{kind}, heads {self.heads}, head_dim {self.head_dim}, {self.dtype}, {self.device}"
+
+    @property
+    def setup(self) -> tuple[str, str, str]:
+        """Documents, heads and head_dim."""
+        return self.documents, self.heads, self.head_dim
 
     @property
     def labels(self) -> dict[str, str]:
@@ -155,6 +165,54 @@ def tflops(row: Row | None, which: str) -> float | None:
     if row is None or row["status"] != "ok":
         return None
     return row["passes"].get(which, {}).get("tflops")
+
+
+def several_ranks(results: Results) -> list[tuple[Group, int]]:
+    """The groups, and lengths of a rank, whose speeds are measured on several numbers of ranks."""
+    counts: dict[tuple[int, int], set[int]] = {}
+    found = [group for group in groups(results, every=True) if group.level == "ranks"]
+    for i, group in enumerate(found):
+        for row in group.rows:
+            case = case_of(row)
+            if tflops(row, case.which):
+                counts.setdefault((i, case.seqlen), set()).add(case.ranks)
+    return [(found[i], seqlen) for (i, seqlen), ranks in counts.items() if len(ranks) > 1]
+
+
+def speeds_over_ranks(
+    group: Group, mask: str, seqlen: int, which: str
+) -> dict[str, dict[int, float]]:
+    """The TFLOP/s of a GPU by contender and number of ranks, the mean over packs of documents."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in group.rows:
+        case, speed = case_of(row), tflops(row, which)
+        if speed and (case.mask_label, case.seqlen) == (mask, seqlen):
+            found.setdefault(row["contender"], {}).setdefault(case.ranks, []).append(speed)
+    return {
+        name: {ranks: statistics.mean(x) for ranks, x in sorted(of_ranks.items())}
+        for name, of_ranks in found.items()
+    }
+
+
+def scaling_table(group: Group, seqlen: int) -> Table:
+    """A line for each mask, pass and contender, a column for each number of ranks."""
+    lines: list[tuple[list[str], dict[int, float]]] = []
+    for mask in group.masks:
+        for which in group.passes:
+            speeds = speeds_over_ranks(group, mask, seqlen, which)
+            for name, label in group.labels.items():
+                if name in speeds:
+                    lines.append(([mask, PASS_TITLES[which].lower(), label], speeds[name]))
+    ranks = sorted({x for _, speeds in lines for x in speeds})
+    unit, size = group.unit
+    written = [
+        [*line, *(number(speeds[x] / size) if x in speeds else "-" for x in ranks)]
+        for line, speeds in lines
+    ]
+    header = ["mask", "pass", "contender", *(f"{x} ranks" for x in ranks)]
+    where = f"{group.documents}, heads {group.heads}, head_dim {group.head_dim}, {group.dtype}, {group.device}"
+    title = f"{unit} of a GPU, {format_length(seqlen)} tokens a rank, {where}"
+    return Table(title, header, written)
 
 
 def number(value: float) -> str:

@@ -1,6 +1,7 @@
 """`magi-bench ranks` on two gloo ranks: every row or a reason, the gate, what moves, the report."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from magi_compile.dtensor import plan
 from tests.bench.flat import flat, rows_of
 
 CONTENDERS = suite.CONTENDERS
-OURS = ("magi", "magi-waits", "magi-one-stage", "one-rank", "ulysses")
+OURS = ("magi", "magi-all-to-all", "magi-waits", "magi-one-stage", "one-rank", "ulysses")
 SMALL = Settings(
     *("cpu", "float32", (256,), 4, 2, 16),
     masks=("document_causal", "causal"),
@@ -167,6 +168,23 @@ def test_bytes_that_a_rank_receives(two_ranks):
         assert spread == (256 * (4 + 2 + 2 + 4) * 16 * 4 // 2,) * 2
 
 
+def run_all_to_all(group):
+    problem = Problem(SMALL, World("cpu"), "causal", 256)
+    spread = [made.spread(problem) for made in (suite.Magi(), suite.MagiAllToAll())]
+    tensors = [x[spread[0].positions] for x in problem.inputs[:3]]
+    called = patch.object(
+        suite, "context_parallel_attention", wraps=suite.context_parallel_attention
+    )
+    with called as asked:
+        outs = [made.attend(*tensors) for made in spread]
+    return asked.call_args_list[0].kwargs, asked.call_count, torch.equal(*outs)
+
+
+def test_ours_over_all_to_all_is_ours_with_that_collective(two_ranks):
+    for found in two_ranks.run(run_all_to_all):
+        assert found == ({"collective": "all_to_all"}, 1, True)
+
+
 def run_heads(group):
     return run_ranks(replace(SMALL, nheads_kv=1, masks=("causal",), passes=("fwd",)))
 
@@ -241,11 +259,13 @@ def test_local_kernels_are_part_of_a_name(two_ranks):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], {"tokens": (8192,), "nheads_q": 32, "packs": 1, "samplers": ("seeds",)}),
+        ([], {"tokens": (8192,), "packs": 1, "samplers": ("seeds",), "exposed": False}),
         (
             ["--preset", "seeds"],
-            {"tokens": (8192, 16384, 32768), "nheads_q": 64, "packs": 3, "seconds": 1500.0},
+            {"tokens": (8192, 16384, 32768), "packs": 3, "seconds": 1500.0, "exposed": True},
         ),
+        (["--preset", "seeds", "--no-exposed"], {"nheads_q": 64, "exposed": False}),
+        (["--exposed"], {"nheads_q": 32, "exposed": True}),
         (
             ["--preset", "seeds", "--packs", "1", "--tokens", "8K", "--lengths", "pile"],
             {"tokens": (8192,), "nheads_q": 64, "packs": 1, "samplers": ("pile",)},

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.planning.ranges import expand
+from magi_compile.dtensor.planning.ranges import Ranges, expand, unite
 from magi_compile.masks.geometry import NO_DIAG, Rects
 from magi_compile.masks.normal_form import normal_form
 from magi_compile.masks.slices import AttnSlices
@@ -89,6 +89,18 @@ def positions(spans: Spans, device: torch.device | str) -> Tensor:
     """The place of each row in the sequence, int64 `[tokens]`."""
     rows = [torch.arange(*span, device=device) for span in spans]
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *rows])
+
+
+def runs_of(positions: Tensor) -> Spans:
+    """The tokens at ascending places in the sequence, int64 `[tokens]`."""
+    return _joined([(at, at + 1) for at in positions.tolist()])
+
+
+def seen(slices: AttnSlices, queries: Spans) -> Spans:
+    """The keys that the rows of an owner see, of whomever."""
+    begin, end = between(slices, queries, [(0, slices.seqlen_k)]).k_ranges.long().T
+    _, *bounds = unite(Ranges(torch.zeros_like(begin), begin, end), slices.seqlen_k)
+    return list(zip(*(x.tolist() for x in bounds), strict=True))
 
 
 def between(slices: AttnSlices, queries: Spans, keys: Spans) -> AttnSlices:

@@ -25,10 +25,12 @@ from magi_bench.ranks.strategies.contenders import (
     ring_plan,
     rings_of,
 )
-from magi_bench.ranks.strategies.placement import positions, zigzag
+from magi_bench.ranks.strategies.placement import positions, runs_of, seen, zigzag
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
+from magi_bench.ranks.suite import Magi
 from magi_bench.workloads import lengths
 from magi_bench.world import World
+from magi_compile.dtensor import plan
 from magi_compile.kernels.reference import exact_forward
 from tests.bench.ranks.strategies.plain import Plain
 from tests.bench.ranks.test_ranks import run_ranks
@@ -214,16 +216,40 @@ def test_calls_without_moves_move_nothing_and_leave_nothing_behind(four_ranks):
         assert found == dict.fromkeys(found, True)
 
 
+def run_kernel_alone(group):
+    found = []
+    for mask in MASKS:
+        problem = Problem(replace(SETTINGS, exposed=True), World("cpu"), mask, 128)
+        case = SETTINGS.case("ranks", mask, 128, which="fwdbwd")
+        ready = Magi().prepare(problem, case)
+        with patch.object(torch.ops.magi, "cp_attention", None):
+            alone = ready.without_moves()
+        spans = runs_of(plan(problem.workload.slices, problem.world.mesh).positions)
+        rows = positions(spans, "cpu")
+        keys = problem.workload.slices.to_dense()[rows].any(0).nonzero()[:, 0]
+        assert torch.equal(keys, positions(seen(problem.workload.slices, spans), "cpu"))
+        assert alone[2].shape == (len(keys), 4, 16)
+        for name, x, mine in zip(("out", "dq"), alone, ready.call(), strict=False):
+            found.append((mask, name, torch.allclose(x, mine, atol=1e-4)))
+    return found
+
+
+def test_ours_without_moves_is_the_kernel_on_all_keys_that_its_rows_see(four_ranks):
+    for found in four_ranks.run(run_kernel_alone):
+        assert [x for x in found if not x[2]] == []
+
+
 def run_exposed(group):
-    settings = replace(SETTINGS, tokens=(128,), contenders=("magi", "ring", "usp"))
+    names = ("magi", "magi-all-to-all", "one-rank", "ring", "usp")
+    settings = replace(SETTINGS, tokens=(128,), contenders=names)
     return run_ranks(replace(settings, masks=("causal",), rounds=Rounds(1, 0.1), exposed=True))
 
 
-def test_exposed_communication_is_a_field_of_strategies(two_ranks):
+def test_exposed_communication_is_a_field_of_ours_and_of_strategies(two_ranks):
     for rows in two_ranks.run(run_exposed):
         assert {row["status"] for row in rows} == {"ok"}
         for row in rows:
-            assert ("exposed_ms" in row) == (row["contender"] != "magi")
+            assert ("exposed_ms" in row) == (row["contender"] != "one-rank")
             assert row.get("exposed_ms", 0) < row["ms"]
 
 
