@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from magi_bench.arguments import say
-from magi_bench.cases import BACKWARD, Case
+from magi_bench.cases import BACKWARD, PASSES, Case
 from magi_bench.progress import said_while
 from magi_bench.ranks.strategies import contenders as strategies
 from magi_bench.ranks.strategies.schedule import best_schedule
@@ -347,7 +347,7 @@ class Measured(NamedTuple):
 
     source: str  # the file
     name: str  # of the contender
-    which: str  # "fwd" or "fwdbwd"
+    which: str  # "fwd", "bwd" or "fwdbwd"
     work: Work  # the attention, at the rates of one GPU
     tflops: float  # of a GPU
 
@@ -362,7 +362,8 @@ class Measured(NamedTuple):
         found = predict(self.work, [self.name])[self.name]
         if isinstance(found, str):
             return None
-        seconds = found.forward + (found.backward if self.which == "fwdbwd" else 0.0)
+        passes = {"fwd": found.forward, "bwd": found.backward}
+        seconds = passes.get(self.which, sum(passes.values()))
         return tflops_of(self.work, self.which, seconds)
 
 
@@ -401,18 +402,26 @@ def measured_in(path: Path, args: argparse.Namespace) -> Iterator[Measured]:
             f"`--measured` must be results of `magi-bench ranks` with `one-rank`, got {path}"
         )
     for case, row in found:
-        both = [rates.get(replace(case, which=which)) for which in ("fwd", "fwdbwd")]
-        if row["contender"] not in OTHERS.keys() | OURS.keys() or None in both:
+        both = _both_passes({x: rates.get(replace(case, which=x)) for x in PASSES})
+        if row["contender"] not in OTHERS.keys() | OURS.keys() or both is None:
             continue
-        forward, total = (float(x or 0) for x in both)
-        backward = BACKWARD / ((1 + BACKWARD) / total - 1 / forward)
-        documents = sample(case.lengths, case.seqlen * case.ranks, case.seed)
+        # Rows have the lengths of documents whose sampler is gone.
+        drawn = row.get("documents")
+        documents = drawn or sample(case.lengths, case.seqlen * case.ranks, case.seed)
         heads = case.nheads_q, case.nheads_kv
-        cost = cost_of(heads, (forward, backward), args)
+        cost = cost_of(heads, both, args)
         slices = MASKS[case.mask](documents).slices
         work = Work(case.mask, documents, slices, case.ranks, case.ranks, heads, cost)
         tflops = row["passes"][case.which]["tflops"]
         yield Measured(path.stem, row["contender"], case.which, work, tflops)
+
+
+def _both_passes(rates: Mapping[str, float | None]) -> tuple[float, float] | None:
+    """The rates of a forward and of a backward, which was measured by itself or behind a forward."""
+    forward, backward, total = (rates[which] for which in PASSES)
+    if forward and total and not backward:
+        backward = BACKWARD / ((1 + BACKWARD) / total - 1 / forward)
+    return (forward, backward) if forward and backward else None
 
 
 def compare(rows: Sequence[Measured]) -> str:

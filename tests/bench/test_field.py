@@ -127,6 +127,22 @@ def test_what_is_measured_is_predicted_from_one_gpu(tmp_path):
     assert both == pytest.approx(620, rel=0.05)
 
 
+def test_a_backward_by_itself_and_documents_of_the_row(tmp_path):
+    ledger, drawn = Ledger(tmp_path / "ranks.jsonl"), [1024] * 32
+    ledger.begin({"device": "d"})
+    for name, both in {"one-rank": (700.0, 560.0), "magi": (690.0, 550.0)}.items():
+        for which, tflops in zip(("fwd", "bwd"), both, strict=True):
+            case = Case("ranks", "causal", 8192, *HEADS, 128, which=which, ranks=4)
+            outcome = {"status": "ok", "passes": {which: {"tflops": tflops}}, "documents": drawn}
+            ledger.add(case, name, outcome)
+    alone = argparse.Namespace(gbytes=1e9, gbytes_far=1e9)
+    rows = list(measured_in(tmp_path / "ranks.jsonl", alone))
+    assert [(x.which, x.work.documents) for x in rows] == [("fwd", drawn), ("bwd", drawn)]
+    forward, backward = (x.predicted() for x in rows)
+    assert forward == pytest.approx(700, rel=0.05)
+    assert backward == pytest.approx(560, rel=0.05)
+
+
 def test_other_files(tmp_path):
     path = results(tmp_path / "other.jsonl", {"magi": (1.0, 1.0)})
     with pytest.raises(ValueError, match="`--measured` must be results of `magi-bench ranks`"):
