@@ -545,7 +545,8 @@ def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int, list[Call
         if config.total_size != world:
             raise ValueError(
                 f"the sizes of ParallelismConfig must multiply to the {world} processes, got {config.total_size}; set "
-                "`dp_shard_size` too"
+                "`dp_shard_size` too, or for a model of transformers' DistributedConfig leave out `cp_size` of "
+                "ParallelismConfig, and give it here"
             )
         changes.append(partial(setattr, accelerator, "_prepare_cp", lambda *args: args))
         return accelerator.torch_device_mesh["cp"], config.tp_size, changes

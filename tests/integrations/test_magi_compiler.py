@@ -1,5 +1,8 @@
 """SandAI's MagiCompiler and this package in one program: it keeps attention for the backward if its list says so."""
 
+import datetime
+import tempfile
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +14,11 @@ import magi_compiler
 from magi_compiler.config import get_compile_config
 
 import magi_compile
+from magi_compile import AttnSlices
+from magi_compile.dtensor import SequencePlan, plan
+from magi_compile.dtensor.call import ops as cp_ops
 from magi_compile.integrations.magi_attention import flex_flash_attn_func
+from tests.dtensor.support.ranks import Ranks
 
 WIDTH, HEADS, HEAD_DIM, S = 32, 4, 8, 64
 KEPT = ["magi::ffa_fwd", "magi::cp_ffa_fwd"]
@@ -51,6 +58,14 @@ def entries(batch):
     return (torch.randn(batch, S, WIDTH),)
 
 
+class Spread(Packed):
+    """One causal sequence over ranks."""
+
+    def forward(self, x: Tensor, plan: SequencePlan) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(1, (3, HEADS, HEAD_DIM)).unbind(1)
+        return self.out(2 * plan.attention(q, k, v).flatten(1))
+
+
 CASES = {
     "packed": (Packed, {"x": 0, "ranges": 0}, [packed(0, 20, 64), packed(0, 9, 30, 80)]),
     "flex": (Flex, {"x": 0}, [entries(3), entries(5)]),
@@ -88,3 +103,33 @@ def test_a_model_that_it_compiles(name, is_kept, config, forwards, monkeypatch):
 def step(model, batch):
     out = model(*batch)
     return [out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])]
+
+
+def across_ranks(group, is_kept):
+    torch._dynamo.reset()
+    config = get_compile_config()
+    config.recompute_config.custom_compute_sensitive_ops[:] = KEPT if is_kept else []
+    runs = []
+    forward = cp_ops.forward
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(config, "cache_root_dir", folder)
+        patch.setattr(cp_ops, "forward", lambda *args: runs.append(1) or forward(*args))
+        torch.manual_seed(0)
+        model, x = Spread(), torch.randn(S, WIDTH)
+        p = plan(AttnSlices.causal(S), group)
+        wanted = step(model, (p.shard(x, 0), p))
+        runs.clear()
+        compiled = magi_compiler.magi_compile(model, dynamic_arg_dims={"x": 0})
+        found = step(compiled, (p.shard(x, 0), p))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    return len(runs)
+
+
+@pytest.mark.slow
+def test_across_ranks():
+    ranks = Ranks(2, timeout=datetime.timedelta(seconds=120))
+    try:
+        assert ranks.run(across_ranks, True) == [1, 1]
+        assert ranks.run(across_ranks, False) == [2, 2]
+    finally:
+        ranks.close()

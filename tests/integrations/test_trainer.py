@@ -285,6 +285,12 @@ def refused_on_ranks(group):
     message = "`cp_size` must divide the 2 processes, 2 of which split one model, got 2"
     with pytest.raises(ValueError, match=message):
         context_parallel(split, model_of("llama"), cp_size=2)
+    config = trainer_runs.parallelism_config(2)
+    config.dp_shard_size = 2  # as Trainer sets it for a model that transformers has split
+    sharded = Accelerator(cpu=True, parallelism_config=config)
+    message = "must multiply to the 2 processes, got 4; .* leave out `cp_size` of ParallelismConfig"
+    with pytest.raises(ValueError, match=message):
+        context_parallel(sharded, model_of("llama"))
     trainer_runs.AcceleratorState._reset_state(True)
     trainer = context_parallel(trainer_of(), cp_size=2)
     assert isinstance(trainer, hf.Trainer)
