@@ -160,7 +160,7 @@ def over_ranks(
         if i % len(masks) == 0:
             parts.append(_text(LEFT, top + 14, PASS_TITLES[which], "title"))
         parts.append(_text(axes.left, top + 34, mask, "value ours"))
-        parts += [*axes.drawn(size), *(axes.line(x) for x in lines)]
+        parts += [*axes.drawn(size), *(axes.line(x, size) for x in lines)]
     bottom = lowest + PANEL * rows_of_pass * len(group.passes)
     if any(line.dash for lines in panels.values() for line in lines):
         parts += [_text(LEFT, bottom + 8 + LINE * i, x) for i, x in enumerate(others.STRATEGIES)]
@@ -227,12 +227,12 @@ class Axes(NamedTuple):
             parts.append(_text(self.at(ranks, 0)[0], self.bottom + 17, str(ranks), "", "middle"))
         return parts
 
-    def line(self, line: Line) -> str:
-        """A line, with its numbers where a page shows them."""
+    def line(self, line: Line, size: float) -> str:
+        """A line, and its speeds in units of so many TFLOP/s, which a browser shows under the mouse."""
         places = [self.at(*point) for point in line.points.items()]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
-        told = ", ".join(f"{tables.number(y)} on {x}" for x, y in line.points.items())
+        told = ", ".join(f"{tables.number(y / size)} on {x}" for x, y in line.points.items())
         marks = (
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{line.width / 2 + 1.5:.1f}" {line.fill}/>'
             for x, y in places
@@ -284,7 +284,7 @@ def _bars(
                 y, half = bottom - PLOT * value / most, width * len(styles) / 2 + 4
                 parts.append(
                     f'<line x1="{middle - half:.1f}" x2="{middle + half:.1f}" y1="{y:.1f}" y2="{y:.1f}" '
-                    f'stroke="#1d1f23" stroke-dasharray="{dash}"><title>{escape(system)}, published: '
+                    f'stroke="{BLACK}" stroke-dasharray="{dash}"><title>{escape(system)}, published: '
                     f"{tables.number(value)}</title></line>"
                 )
         parts.append(_text(middle, bottom + 17, place, "", "middle"))
