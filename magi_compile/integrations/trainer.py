@@ -29,6 +29,7 @@ DDP or FSDP2, over all ranks.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -42,6 +43,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
@@ -336,7 +338,8 @@ class ContextParallelRanks:
         self.mesh, self.group, self.cp_size = mesh, mesh.get_group(), mesh.size()
         self.copies = self.cp_size * tp_size
         self.data_parallel_size = accelerator.num_processes // self.copies
-        self._accelerator, self._tp_size = accelerator, tp_size
+        self._accelerator, self._tp_size, self._base = accelerator, tp_size, base
+        self._has_looked = tp_size == 1
         _set_attention(base)
         self.planner = BatchPlanner(base.config, (self.cp_size, self.group.rank()), options)
         # Nothing is refused from here on: an Accelerator that was refused works as before.
@@ -366,6 +369,9 @@ class ContextParallelRanks:
             NotImplementedError: `batch` has images, or padding between tokens.
         """
         inputs = self.sharded(batch).inputs(batch)
+        if self._base.training and not self._has_looked:
+            self._has_looked = True
+            _warn_of_own_gradients(self._base, self._tp_size)
         if "shift_labels" in inputs:
             num_items = self.count(batch) if num_items is None else num_items
             num_items = num_items / (self._accelerator.num_processes // self._tp_size)
@@ -560,6 +566,17 @@ def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int, list[Call
     mesh = dist.init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
     changes.append(partial(setattr, accelerator, "_prepare_device_mesh", lambda: mesh))
     return mesh["cp"], tp_size, changes
+
+
+def _warn_of_own_gradients(model: torch.nn.Module, tp_size: int) -> None:
+    """Beside tensor parallelism of `tp_size` accelerate uses no DDP: says so if FSDP2 does not average gradients."""
+    sizes = (x.device_mesh.size() for x in model.parameters() if isinstance(x, DTensor))
+    if not any(size > tp_size for size in sizes):
+        warnings.warn(
+            f"tensor parallelism of {tp_size} without FSDP2 (`fully_shard`) leaves the gradients of each rank of "
+            "context and data parallelism as they are: average them, or shard the weights over these ranks",
+            stacklevel=3,
+        )
 
 
 def _take_masks(model: Any) -> None:

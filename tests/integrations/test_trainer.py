@@ -581,3 +581,10 @@ def test_documents_of_a_batch(planner):
     assert planned.kept.tolist() == [*range(20), *range(20, 32)]
     full = planned.plans["full_attention"].slices
     assert full.area() == 20 * 21 // 2 + 12 * 13 // 2
+
+
+def test_nobody_averages_beside_tensor_parallelism():
+    with pytest.warns(
+        UserWarning, match=r"tensor parallelism of 2 without FSDP2 \(`fully_shard`\)"
+    ):
+        trainer._warn_of_own_gradients(torch.nn.Linear(2, 2), 2)

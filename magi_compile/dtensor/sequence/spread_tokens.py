@@ -55,9 +55,14 @@ class SpreadTokens:
             f"{self.cp_size}, chunk_size={self.placement.chunk_size}, device='{self.device}')"
         )
 
+    def __copy__(self) -> Any:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled or copied: it has a process group. A worker makes a HostPlan, "
+            f"a {type(self).__name__} cannot be pickled: it has a process group. A worker makes a HostPlan, "
             "which can be: plan(mask, ranks=(cp_size, rank)), or plan_ahead with `ranks`; `HostPlan.on(mesh)` is the "
             "plan in the process that has the group"
         )
