@@ -119,7 +119,7 @@ def infer_attn_mask_from_cu_seqlens(
     keys where queries and keys have borders of their own.
     """
     AttnSlices.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal=causal)  # checks them
-    cu_q, cu_k = (torch.as_tensor(x).tolist() for x in (cu_seqlens_q, cu_seqlens_k))
+    cu_q, cu_k = (torch.as_tensor(x, device="cpu").tolist() for x in (cu_seqlens_q, cu_seqlens_k))
     first = _at_least_0("global_window_size", global_window_size)
     has_window = tuple(window_size) != (-1, -1)
     if causal and has_window:
