@@ -24,7 +24,11 @@ from magi_compile.integrations.flex_flash_attn import AttnMaskType as AttnMaskTy
 from magi_compile.integrations.flex_flash_attn import AttnRanges as AttnRanges
 from magi_compile.integrations.flex_flash_attn import flex_flash_attn_func as flex_flash_attn_func
 from magi_compile.integrations.flex_flash_attn import one_sink, slices_of
-from magi_compile.integrations.magi_attention_helpers import INSTEAD, OPTIONS
+from magi_compile.integrations.magi_attention_helpers import (
+    INSTEAD,
+    OPTIONS,
+    require_self_attention,
+)
 from magi_compile.integrations.magi_attention_helpers import apply_padding as apply_padding
 from magi_compile.integrations.magi_attention_helpers import compute_pad_size as compute_pad_size
 from magi_compile.integrations.magi_attention_helpers import (
@@ -83,11 +87,7 @@ def magi_attn_flex_key(
     and NotImplementedError for cross attention and meshes of two dimensions.
     """
     flags = (is_same_source, is_q_permutable, is_k_permutable)
-    if not all(flags) or total_seqlen_q != total_seqlen_k:
-        raise NotImplementedError(
-            "a key must be of self-attention, whose tokens may be permuted; for cross attention "
-            "call magi_compile.dtensor.plan"
-        )
+    require_self_attention(all(flags) and total_seqlen_q == total_seqlen_k)
     slices = slices_of(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
     return _key(slices, cp_group_or_mesh, dist_attn_config, chunk_size)
 
@@ -108,6 +108,7 @@ def magi_attn_varlen_key(
     """`magi_attn_flex_key` of documents: their borders `[num_documents + 1]`, and a window `(left, right)` of keys."""
     borders = cu_seqlens_q, cu_seqlens_k
     slices = AttnSlices.from_cu_seqlens(*borders, causal=causal, window=window_size)
+    require_self_attention(slices.seqlen_q == slices.seqlen_k)
     return _key(slices, cp_group_or_mesh, dist_attn_config, chunk_size)
 
 

@@ -38,6 +38,15 @@ Slice: TypeAlias = tuple[Pair, Pair, AttnMaskType]
 Mask: TypeAlias = tuple[AttnRanges, AttnRanges, list[AttnMaskType]]
 
 
+def require_self_attention(is_so: bool) -> None:
+    """Raises NotImplementedError for cross attention, of which there are no keys."""
+    if not is_so:
+        raise NotImplementedError(
+            "a key must be of self-attention, whose tokens may be permuted; for cross attention call "
+            "magi_compile.dtensor.plan"
+        )
+
+
 def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
     """Tokens up to the next multiple of `cp_size * chunk_size`."""
     return -total_seqlen_q % (cp_size * chunk_size)

@@ -118,6 +118,7 @@ def context_parallel(
     trainer.context_parallel_ranks = ContextParallelRanks(
         trainer.accelerator, trainer.model, cp_size, options
     )
+    _warn_of_routers(trainer)
     # A subclass, not a wrapper: callbacks and trainers ask for the class. In front of all that the class overrides.
     kind = type(trainer)
     trainer.__class__ = type(f"ContextParallel{kind.__name__}", (_Hooks, kind), {})
@@ -334,6 +335,10 @@ class ContextParallelRanks:
     ):
         base = _base_of(model)
         _check_model(base)
+        if not isinstance(options, ContextParallelOptions):
+            raise TypeError(
+                f"`options` must be ContextParallelOptions, got {type(options).__name__}"
+            )
         mesh, tp_size, changes = _mesh_of(accelerator, cp_size)
         self.mesh, self.group, self.cp_size = mesh, mesh.get_group(), mesh.size()
         self.copies = self.cp_size * tp_size
@@ -566,6 +571,21 @@ def _mesh_of(accelerator: Any, cp_size: int | None) -> tuple[Any, int, list[Call
     mesh = dist.init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
     changes.append(partial(setattr, accelerator, "_prepare_device_mesh", lambda: mesh))
     return mesh["cp"], tp_size, changes
+
+
+def _warn_of_routers(trainer: Any) -> None:
+    """Trainer multiplies the whole loss by the number of processes, the auxiliary loss of routers too: says so."""
+    config = trainer.accelerator.unwrap_model(trainer.model).config
+    adds_up = getattr(config, "output_router_logits", False) and getattr(
+        config, "router_aux_loss_coef", 0
+    )
+    if adds_up and type(trainer).compute_loss is Trainer.compute_loss:
+        number = trainer.accelerator.num_processes
+        warnings.warn(
+            f"Trainer adds the auxiliary loss of routers up over all {number} processes, as without context "
+            f"parallelism: divide `router_aux_loss_coef` of the config, {config.router_aux_loss_coef}, by them",
+            stacklevel=3,
+        )
 
 
 def _warn_of_own_gradients(model: torch.nn.Module, tp_size: int) -> None:

@@ -16,6 +16,7 @@ from magi_compile.integrations.magi_attention import (
     infer_attn_mask_from_cu_seqlens,
     infer_attn_mask_from_sliding_window,
     infer_varlen_mask_from_batch,
+    magi_attn_varlen_key,
     pad_at_dim,
     squash_batch_dim,
     unpad_at_dim,
@@ -239,3 +240,8 @@ def test_every_name_is_here_or_says_what_is(name):
     message = f"`{name}` of MagiAttention has no counterpart.*{INSTEAD.get(name, 'ContextParallelOptions')}"
     with pytest.raises(ImportError, match=message):
         getattr(module, name)
+
+
+def test_there_are_no_keys_of_cross_attention():
+    with pytest.raises(NotImplementedError, match="a key must be of self-attention"):
+        magi_attn_varlen_key([0, 5, 9], [0, 5, 8], 2, 2, 16, 0, None)

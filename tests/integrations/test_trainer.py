@@ -588,3 +588,10 @@ def test_nobody_averages_beside_tensor_parallelism():
         UserWarning, match=r"tensor parallelism of 2 without FSDP2 \(`fully_shard`\)"
     ):
         trainer._warn_of_own_gradients(torch.nn.Linear(2, 2), 2)
+
+
+def test_routers_whose_loss_is_added_up():
+    given = trainer_of()
+    given.model.config.output_router_logits, given.model.config.router_aux_loss_coef = True, 0.5
+    with pytest.warns(UserWarning, match=r"all 1 processes.*divide `router_aux_loss_coef` .* 0.5"):
+        trainer._warn_of_routers(given)

@@ -34,8 +34,8 @@ def context_parallel(
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
     mask: MasksOrPlans = None,
-    buffers: Sequence[Tensor] = (),
-    buffer_seq_dims: Sequence[int] = (),
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Iterable[Tensor] | None = None,
     buffer_padding: Sequence[float] | None = None,
     options: ContextParallelOptions = DEFAULTS,
@@ -71,6 +71,8 @@ def context_parallel(
         TypeError: an argument of the wrong kind.
         ValueError: buffers do not fit the mask, or each other; what `plan` raises.
     """
+    buffers = () if buffers is None else buffers
+    buffer_seq_dims = () if buffer_seq_dims is None else buffer_seq_dims
     check_list("buffers", buffers)
     check_list("buffer_seq_dims", buffer_seq_dims)
     if not isinstance(no_restore_buffers, (Iterable, type(None))) or hasattr(

@@ -226,9 +226,9 @@ class SequencePlan(SpreadTokens):
                 for backend="magi" and `magi_compile.enable()`.
             scale: factor of the scores; None stands for `D ** -0.5`.
             softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
-            sinks: `[Hq]`, one more score of each head in every softmax, with a value of 0; differentiable. A DTensor
-                where q is one. Its gradient is this rank's part: sum it over the ranks, as that of any replicated
-                    parameter.
+            sinks: `[Hq]`, one more score of each head in every softmax, with a value of 0; differentiable. Its gradient
+                is this rank's part: sum it over the ranks, as that of any replicated parameter. A DTensor where q is
+                one, whose gradient is summed already.
             return_lse: whether to return the log-sum-exp of the scores as well.
             return_aux: `AuxRequest(lse=True, max_scores=True)` returns an `AuxOutput` as well, in place of return_lse.
                 max_scores are the largest score of each of this rank's rows, over the keys of all ranks, as the softmax
