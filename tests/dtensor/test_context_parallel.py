@@ -287,6 +287,22 @@ def run_without_a_block(group, backend):
                 torch.testing.assert_close(x, p.shard(y, 2), rtol=1e-4, atol=1e-5)
 
 
+def run_wrong_without_a_block(group):
+    q, k, v = qkv(S // 2)
+    carried = plan(causal(), mesh_of(group), options=OPTIONS).block_mask
+    for error, message, wrong in [
+        (TypeError, "`kernel_options` must be a dict or None, got 3", {"kernel_options": 3}),
+        (TypeError, "`scale` must be a number, got 'x'", {"scale": "x"}),
+        (TypeError, "`score_mod` must be a function or None, got 3", {"score_mod": 3}),
+    ]:
+        with pytest.raises(error, match=re.escape(message)):
+            magi_compile.flex_attention(q, k, v, block_mask=carried, **wrong)
+
+
+def test_wrong_arguments_beside_a_mask_that_carries_its_plan(ranks_of):
+    ranks_of(2).run(run_wrong_without_a_block)
+
+
 def total(x, group):
     x = x.clone()
     dist.all_reduce(x, group=group)

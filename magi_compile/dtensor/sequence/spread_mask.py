@@ -12,6 +12,7 @@ from magi_compile.masks.arguments import check_flag
 from magi_compile.ops.attention import AttnOutput
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.define import define
+from magi_compile.ops.validation import check_mapping, check_options
 
 if TYPE_CHECKING:
     from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
@@ -55,6 +56,8 @@ class SpreadMask:
     ) -> Any:
         """`magi_compile.flex_attention` over all ranks, with a BlockMask that has this mask_mod; `around`: see
         `attend_by`."""
+        check_mapping("kernel_options", kernel_options)
+        check_options("scale", scale)
         check_groups(query, key, enable_gqa)
         with_max = asks_for_max_scores(return_lse, return_aux)
         if score_mod is not None and not callable(score_mod):
