@@ -262,9 +262,8 @@ def _planned(
 ) -> Callable[[], Any]:
     """Does what `plan` does on the host, and returns the function that does the rest, on the device."""
     group, device, size, rank, in_job = where
-    is_asked = isinstance(options, ContextParallelOptions) and options.hierarchical
-    if is_asked and options.hosts is None:
-        if not launched_ranks():
+    if isinstance(options, ContextParallelOptions) and options.hosts is None:
+        if options.hierarchical and not launched_ranks():
             warn_once(
                 "`hierarchical=True` changes nothing: torchrun does not say which ranks share a host, so all are taken "
                 "to share one; give `hosts`"

@@ -235,13 +235,16 @@ def test_hosts_by_the_launcher(monkeypatch):
 def test_a_plan_asks_the_launcher(monkeypatch):
     launch(monkeypatch, LOCAL_WORLD_SIZE="4", WORLD_SIZE="8", GROUP_WORLD_SIZE="2")
     slices = AttnSlices.full(16384)
-    assert plan(slices, ranks=(8, 5)).planned.hosts is None  # only where somebody asks for it
-    asked = ContextParallelOptions(hierarchical=True)
-    assert plan(slices, ranks=(8, 5), options=asked).planned.hosts == (0,) * 4 + (1,) * 4
-    assert plan(slices, ranks=(8, 5), options=asked).planned.relayed == (True, True)
-    assert plan(slices, ranks=(4, 1), options=asked).planned.hosts is None
-    by_cost = ContextParallelOptions(hosts=4)
-    assert plan(slices, ranks=(8, 5), options=by_cost).planned.relayed == (True, True)
+    by_cost, asked, refused = (ContextParallelOptions(hierarchical=x) for x in (None, True, False))
+    for options, relayed in ((by_cost, True), (asked, True), (refused, False)):
+        planned = plan(slices, ranks=(8, 5), options=options).planned
+        assert planned.hosts == (0,) * 4 + (1,) * 4
+        assert planned.relayed == (relayed, relayed)
+        assert plan(slices, ranks=(4, 1), options=options).planned.hosts is None
+    # Where one rank of a host needs a row, nobody is there to hand it on to.
+    window = AttnSlices.sliding_window(16384, None, (64, 0))
+    assert plan(window, ranks=(8, 5)).planned.relayed == (False, False)
+    assert plan(window, ranks=(8, 5), options=asked).planned.relayed == (True, True)
     said = ContextParallelOptions(hosts=8, hierarchical=True)
     assert plan(slices, ranks=(8, 5), options=said).planned.hosts is None
 
