@@ -262,8 +262,10 @@ def run_as_torchrun_starts_it(group):
         for name, value in (("LOCAL_WORLD_SIZE", 2), ("WORLD_SIZE", 4), ("GROUP_WORLD_SIZE", 2)):
             patch.setenv(name, str(value))
         asked = replace(AT_ONCE, hierarchical=True)
-        made = plan(causal(), mesh_of(group), options=asked)
-        assert made.explain().hosts == (0, 0, 1, 1)
+        for options in (AT_ONCE, asked):
+            made = plan(causal(), mesh_of(group), options=options)
+            assert made.explain().hosts == (0, 0, 1, 1)
+        step(group, causal(), relative, AT_ONCE)
         step(group, causal(), relative, asked)
         step(group, scattered(), alibi, replace(SPREAD, hierarchical=True), eagerly)
 
@@ -464,22 +466,30 @@ def test_kernels_that_overlap_inside(ranks_of, name):
     ranks_of(2).run(run_without_overlap_inside, name)
 
 
-def run_shares_of_heads(group):
-    """Tokens over one dimension of the mesh, heads over the other."""
+def run_shares(group, dim):
+    """Tokens over one dimension of the mesh; heads (`dim` 1) or batch entries (0) over the other."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("cp", "tp"))
-    kinds = ((of_heads, alibi), (of_entries_and_heads, relative), (of_entries, alibi))
-    for make, score_mod in kinds:
+    kinds = (
+        (of_heads, alibi, SPREAD),
+        (of_entries_and_heads, relative, SPREAD),
+        (of_entries_and_heads, alibi, UNEVEN),
+        (of_entries, alibi, SPREAD),
+        (of_entries, relative, UNEVEN),
+        (documents_of_entries, no_score_mod, AT_ONCE),
+        (documents_of_entries, relative, UNEVEN),
+    )
+    for make, score_mod, options in kinds:
         mask = make()
         out, lse, wanted = on_one_process(mask, score_mod)
-        p = plan(mask, mesh["cp"], options=SPREAD)
+        p = plan(mask, mesh["cp"], options=options)
         tensors, dout, dlse = inputs()
         rank = mesh.get_local_rank("tp")
 
         def share(x, p=p, rank=rank):
-            return p.shard(x, 2).chunk(2, 1)[rank].contiguous()
+            return p.shard(x, 2).chunk(2, dim)[rank].contiguous()
 
         leaves = leaves_of([*map(share, tensors[:3]), *tensors[3:]])
-        qkv = [DTensor.from_local(x, mesh, [Shard(2), Shard(1)]) for x in leaves[:3]]
+        qkv = [DTensor.from_local(x, mesh, [Shard(2), Shard(dim)]) for x in leaves[:3]]
         found, found_lse = p.attention(*qkv, score_mod=score_mod(*leaves[3:]), return_lse=True)
         local, local_lse = found.to_local(), found_lse.to_local()
         grads = gradients(local, local_lse, leaves, share(dout), share(dlse))
@@ -487,13 +497,57 @@ def run_shares_of_heads(group):
             dist.all_reduce(x, group=group)
         pairs = [(local, out), (local_lse, lse), *zip(grads[:3], wanted[:3], strict=True)]
         for x, y in pairs:
-            torch.testing.assert_close(p.unshard(x, 2), y.chunk(2, 1)[rank], atol=1e-5, rtol=1e-4)
+            wanted_part = y.chunk(2, dim)[rank]
+            torch.testing.assert_close(p.unshard(x, 2), wanted_part, atol=1e-5, rtol=1e-4)
         for x, y in zip(grads[3:], wanted[3:], strict=True):
             torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-4)
 
 
-def test_shares_of_heads(ranks_of):
-    ranks_of(4).run(run_shares_of_heads)
+@pytest.mark.parametrize("dim", [1, 0], ids=["heads", "entries"])
+def test_shares(ranks_of, dim):
+    ranks_of(4).run(run_shares, dim)
+
+
+def run_rows_of_entries(group):
+    """Rows of a batch entry go where that entry needs them, and nowhere else; a kernel that overlaps inside does so."""
+    p = plan(documents_of_entries(), mesh_of(group), options=SPREAD)
+    alone = []
+    for b in range(2):
+        document = torch.arange(S) // (33, 70)[b]
+        mask = of_mask_mod(
+            lambda _, h, q, kv, document=document: (document[q] == document[kv]) & (q >= kv)
+        )
+        alone.append(plan(mask, mesh_of(group), permutation=p).explain())
+    said = p.explain()
+    for name in ("area", "local_area", "received_rows", "sent_rows"):
+        together = [sum(pair) for pair in zip(*(getattr(x, name) for x in alone), strict=True)]
+        assert list(getattr(said, name)) == together, name
+    assert said.gathered_rows == sum(x.gathered_rows for x in alone)
+    assert sum(p._planned.forward[1].transfer.recv_counts) == said.received_rows[group.rank()]
+    (q, k, v, *_), dout, _ = inputs()
+    phases_on_cpus.steps.clear()
+    found = []
+    for kernel in (None, "phased_cpu"):
+        with pytest.MonkeyPatch.context() as patch:
+            if kernel:
+                where = f"{phases_on_cpus.__name__}:PhasedCpuKernel"
+                patch.setitem(KERNELS, "phased_cpu", where)
+            leaves = leaves_of(p.shard(x, 2).permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
+            tensors = PlanTensors(p.meta, p.data)
+            out, *_ = context_parallel_attention(
+                *leaves, tensors, group, kernel=kernel, batch_entries=2
+            )
+            dout_local = p.shard(dout, 2).permute(2, 0, 1, 3).flatten(1, 2)
+            found.append([out, *torch.autograd.grad(out, leaves, dout_local)])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)
+    remote = p._planned.backward[1].slices
+    assert ("main" in phases_on_cpus.steps) == (len(remote) > 0)
+    return len(remote)
+
+
+def test_rows_of_entries(ranks_of):
+    assert any(ranks_of(2).run(run_rows_of_entries))
 
 
 def run_a_share_of_too_few(group):

@@ -45,7 +45,9 @@ class Walked(NamedTuple):
 
     def packed(self, packing: Packing) -> list[Walked]:
         """The same of packed rows: as many slices as there may be, and as few."""
-        totals = packing.queries * self.total_q, packing.keys * self.total_k
+        # Of batch entries with masks of their own, the rows of all are counted already, and a rank may have a share.
+        rows = self.total_q // packing.entries.batch
+        totals = packing.queries * rows, packing.keys_together * self.total_k
         most = self.num_slices * (packing.batch if packing.entries.batch == 1 else 1)
         # How many slices an entry has that has its own, nobody has counted.
         numbers = (most,) if packing.entries.number == 1 else (most, 1)
@@ -67,7 +69,9 @@ class PlanKind(NamedTuple):
     def of(cls, plan: Staged, device: torch.device) -> PlanKind:
         forward, backward = (
             tuple(
-                Walked(len(x.slices), plan.rows, x.slices.seqlen_k) for x in stages if len(x.slices)
+                Walked(len(x.slices), x.slices.seqlen_q, x.slices.seqlen_k)
+                for x in stages
+                if len(x.slices)
             )
             for stages in (plan.forward, plan.backward)
         )
@@ -76,7 +80,7 @@ class PlanKind(NamedTuple):
             local, remote = forward
             together = (
                 local.num_slices + remote.num_slices,
-                plan.rows,
+                local.total_q,
                 local.total_k + remote.total_k,
             )
             forward = (Walked(*together),)
@@ -152,7 +156,7 @@ def _begin(asked: Asked, plan: PlanKind) -> None:
         kernel.begin_plan(made, problem)
         score = None
         if asked.score:
-            seqlens = sizes.total_q // packing.queries, sizes.total_k // packing.keys
+            seqlens = sizes.total_q // packing.queries, sizes.total_k // packing.keys_together
             nheads = packing.nheads if packing.by_head else 1
             score = ScoreCall(ScoreProgram.parse(asked.score), tables, (), *seqlens, nheads)
         if asked.is_backward:

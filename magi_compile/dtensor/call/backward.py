@@ -25,8 +25,8 @@ from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 
 def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput:
     """Gradients of this rank's rows of q, k and v; all ranks of the group call it together. Rows of queries and dq are
-    packed by entries as `Prepared.packing` says; k, v, dk and dv are not. Those of captured tensors are added to the
-    sums of `execution.scoring`.
+    packed by entries as `Prepared.packing` says; k, v, dk and dv by those that travel apart. Those of captured tensors
+    are added to the sums of `execution.scoring`.
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """

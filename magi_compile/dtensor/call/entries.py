@@ -1,8 +1,12 @@
 """Entries: batch entries and heads among the heads of packed tensors, each with rows of its own.
 
-Rows that travel hold all heads and, behind one another, all entries of a batch: `[rows, batch * nheads, head_dim]`.
-Where batch entries or heads have masks of their own, and where a score program tells batch entries apart, each has rows
-of its own in a kernel: `[entries * rows, nheads, head_dim]`.
+A call's rows hold all heads and, behind one another, all entries of a batch: `[rows, batch * nheads, head_dim]`. Where
+batch entries or heads have masks of their own, and where a score program tells batch entries apart, each has rows of
+its own in a kernel: `[entries * rows, nheads, head_dim]`.
+
+Rows of keys travel with all heads and all batch entries, unless these have masks of their own: then those of one entry
+lie behind those of another, `[batch * rows, nheads, head_dim]`, before they travel, and each goes where its own entry
+needs it.
 """
 
 from __future__ import annotations
@@ -81,26 +85,39 @@ class Packing(NamedTuple):
         """The number of entries with keys."""
         return self.batch * self.nheads_kv
 
+    @property
+    def apart(self) -> int:
+        """The number of entries whose rows of keys travel apart: batch entries with masks of their own, otherwise 1."""
+        return self.batch if self.entries.batch > 1 else 1
+
+    @property
+    def keys_together(self) -> int:
+        """The number of entries among the heads of keys that have travelled."""
+        return self.keys // self.apart
+
     def slices(self, slices: AttnSlices, entry: Tensor | None) -> AttnSlices:
-        """The slices of all entries, from those of the masks and whose they are."""
-        if entry is None:
-            entry = torch.zeros_like(slices.mask_types)
-        (first_b, first_h), heads = self.first, self.entries.heads
-        b = entry.div(heads, rounding_mode="floor") - first_b
-        h = entry.remainder(heads) - first_h
-        lists = list(slices.lists)
-        if self.entries.batch == 1:  # all batch entries have the same masks
-            b = torch.arange(self.batch, device=b.device).repeat_interleave(len(b))
+        """The slices of all entries, from those of the masks over what travels, and of which heads they are."""
+        if not self.by_head and self.apart > 1:  # rows and keys are those of all entries already
+            return slices
+        h = torch.zeros_like(slices.mask_types) if entry is None else entry
+        rows, lists = slices.seqlen_q // self.apart, list(slices.lists)
+        if self.apart > 1:
+            b = lists[0][:, 0].div(rows, rounding_mode="floor")
+            first_key = torch.zeros_like(b)
+        else:  # all batch entries have the same masks
+            b = torch.arange(self.batch, device=h.device).repeat_interleave(len(h))
             h, *lists = (torch.cat([x] * self.batch) for x in (h, *lists))
-        is_here = (b >= 0) & (b < self.batch) & (h >= 0) & (h < self.nheads)
+            first_key = b * (self.nheads_kv * slices.seqlen_k)
+        h = h - self.first[1]
+        first_row = (b * (self.nheads - (self.apart > 1)) + h) * rows
+        of_keys = h.div(self.nheads // self.nheads_kv, rounding_mode="floor")
+        first_key = first_key + of_keys * slices.seqlen_k
+        firsts = (x.int()[:, None] for x in (first_row, first_key))
+        lists[:2] = (x + first for x, first in zip(lists, firsts, strict=False))
+        is_here = (h >= 0) & (h < self.nheads)
+        totals = self.queries * rows, self.keys_together * slices.seqlen_k
         q_ranges, k_ranges, mask_types = (x[is_here] for x in lists)
-        number = (b * self.nheads + h)[is_here]
-        of_keys = number.div(self.queries // self.keys, rounding_mode="floor")
-        first_row = (number * slices.seqlen_q).int()[:, None]
-        first_key = (of_keys * slices.seqlen_k).int()[:, None]
-        totals = self.queries * slices.seqlen_q, self.keys * slices.seqlen_k
-        ranges = (q_ranges + first_row, k_ranges + first_key, mask_types)
-        return AttnSlices.unchecked(*ranges, *totals, slices.bits)
+        return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals, slices.bits)
 
 
 PLAIN = Packing()

@@ -31,14 +31,21 @@ from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
 class DeviceStage:
-    """A stage as the op runs it, with the kernel's own plans: slices over the rows and keys of one entry, and the route
-    of keys, None where they are the rank's own. `entry`, int32 `[num_slices]`, are the entries whose slices they are;
-    None where all have the same."""
+    """A stage as the op runs it, with the kernel's own plans: slices over the rows and keys that move, and the route
+    of keys, None where they are the rank's own. `entry`, int32 `[num_slices]`, are the heads whose slices they are;
+    None where all have the same. `rows_before` as in `planning.comm_plan.Stage`."""
 
-    def __init__(self, slices: AttnSlices, route: Route | None, entry: Tensor | None = None):
+    def __init__(
+        self,
+        slices: AttnSlices,
+        route: Route | None,
+        entry: Tensor | None = None,
+        rows_before: list[list[int]] | None = None,
+    ):
         self.slices = slices
         self.route = route
         self.entry = entry
+        self.rows_before = rows_before
         self.is_empty = len(slices) == 0
         self._kept: dict[Hashable, Any] = {}
 
@@ -59,6 +66,27 @@ class DeviceStage:
     def kernel_plan(self, kernel: Kernel, problem: AttnProblem, packing: Packing = PLAIN) -> Plan:
         key = (kernel.name, kernel.plan_key(problem), packing)
         return self.kept(key, lambda: kernel.plan(self.slices_of(packing), problem))  # type: ignore[no-any-return]
+
+    def of_share(self, rank: int, first: int, number: int, lengths: tuple[int, int]) -> DeviceStage:
+        """The stage of `rank` over the rows of `number` batch entries from `first` on, where these have masks of their
+        own; `lengths` are the rows and the keys that a rank holds of one."""
+        (seqlen_q, held), route, before = lengths, None, self.rows_before
+        begin_k, end_k = first * held, (first + number) * held
+        if self.route is not None:
+            assert before is not None
+            firsts = [x[first] for x in before]
+            counts = [x[first + number] - x[first] for x in before]
+            begin_k, end_k = firsts[rank], firsts[rank] + counts[rank]
+            route = self.route.part(
+                (begin_k, end_k), (first * held, (first + number) * held), firsts, max(counts)
+            )
+        q_ranges, k_ranges, mask_types = self.slices.lists
+        begin_q = first * seqlen_q
+        is_here = (q_ranges[:, 0] >= begin_q) & (q_ranges[:, 0] < begin_q + number * seqlen_q)
+        lists = (q_ranges[is_here] - begin_q, k_ranges[is_here] - begin_k, mask_types[is_here])
+        totals = (number * seqlen_q, end_k - begin_k)
+        slices = AttnSlices.unchecked(*lists, *totals, self.slices.bits)
+        return DeviceStage(slices, route, None if self.entry is None else self.entry[is_here])
 
 
 def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
@@ -118,15 +146,44 @@ class DevicePlan:
     keys: Placement
     bits: Tensor | None = None  # the blocks of bits of all stages
     entries: Entries = ONE_ENTRY
-    is_exact: bool = True  # neither blocks of bits nor entries with masks of their own
+    batch: int = 1  # batch entries with masks of their own, whose rows move apart
     relayed: tuple[bool, bool] = (False, False)  # whether routes forward and backward have legs
     calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # as the ops keep them
     streams: Streams = field(default_factory=Streams, repr=False)
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
+    _shares: dict[tuple[int, int], DevicePlan] = field(default_factory=dict, repr=False)
 
     @property
     def forward_is_early(self) -> bool:
         return self.merged is not None
+
+    def of_share(self, first: int, number: int) -> DevicePlan:
+        """The plan of `number` batch entries from `first` on; the plan itself where that is all, or all have one
+        mask."""
+        if self.batch == 1 or number == self.batch:
+            return self
+        key = first, number
+        if key not in self._shares:
+            refuse_to_be_recorded(self.forward[0].slices.q_ranges)
+            with _compat.outside_of_modes():
+                numbers = (self.rank, first, number, (self.rows, self.key_rows))
+                forward, backward = (
+                    [stage.of_share(*numbers) for stage in stages]
+                    for stages in (self.forward, self.backward)
+                )
+            merged = _merged(forward) if self.forward_is_early else None
+            self._shares[key] = replace(
+                self,
+                forward=forward,
+                backward=backward,
+                merged=merged,
+                batch=number,
+                relayed=(False, False),
+                calls={},
+                _positions={},
+                _shares={},
+            )
+        return self._shares[key]
 
     def positions(self, stage: DeviceStage | None = None) -> Tensor:
         """The positions in the sequence of the keys of a stage, or of the rows of this rank: int32, on the device; 0
@@ -136,7 +193,8 @@ class DevicePlan:
             where = self.queries if stage is None else self.keys
             recvs = None if stage is None or stage.route is None else stage.route.host_recvs
             with _compat.outside_of_modes():
-                found = positions_of_keys(where, self.rank, recvs)
+                repeated = where if stage is None else where.repeated(self.batch)
+                found = positions_of_keys(repeated, self.rank, recvs).remainder(where.total_padded)
                 found = found.masked_fill(found >= where.total, 0).int()
                 self._positions[stage] = to_device(found, self.forward[0].slices.device)
         return self._positions[stage]
@@ -197,10 +255,13 @@ class Prepared:
         self.merged = plan.merged  # of the stages of a forward, if they are one call
         self.kernel, self.problem = kernel, problem
         self.collective, self.packing = collective, packing
-        self.entries, self.key_entries = packing.queries, packing.keys  # with rows, and with keys
+        # With rows, with keys that have travelled, and with keys that travel apart.
+        self.entries, self.key_entries = packing.queries, packing.keys_together
+        self.apart = packing.apart
         # The kernel, where it begins a forward before remote keys are there, and where it does a backward in steps. No
         # kernel does any other call in steps.
-        has_steps = not problem.has_score and packing is PLAIN and not problem.has_bits
+        has_steps = not (problem.has_score or problem.has_bits or packing.by_head)
+        has_steps = has_steps and self.key_entries == 1
         self.early, self.phased = None, None
         if has_steps:
             self.early, self.phased = _in_steps(kernel)  # type: ignore[arg-type]  # hashed by identity
@@ -299,6 +360,8 @@ def _unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     sizes, of_mask, placements, passes, rest = pickle.loads(bytes_of(meta[2:]))
     (cp_size, rows, key_rows), (of_bits, of_entries) = sizes, of_mask
     is_early, hosts, relayed = rest
+    entries = Entries(*of_entries)
+    seqlen_q = entries.batch * rows
     position = 0
 
     def take(shape: tuple[int, ...]) -> Tensor:
@@ -311,27 +374,32 @@ def _unpack(meta: Tensor, data: Tensor) -> DevicePlan:
         on_host = torch.tensor(table, dtype=torch.int32, device="cpu").view(shape)
         return Route.of(on_host, take(shape), *numbers, hosts)
 
-    def stage(lists: list[Any], of_entry: Any, seqlen_k: int, ways: list[Any]) -> DeviceStage:
-        slices = AttnSlices.unchecked(*map(take, lists), rows, seqlen_k, bits)  # type: ignore[call-arg, arg-type]
+    def stage(
+        lists: list[Any], of_entry: Any, seqlen_k: int, ways: list[Any], rows_before: Any
+    ) -> DeviceStage:
+        slices = AttnSlices.unchecked(*map(take, lists), seqlen_q, seqlen_k, bits)  # type: ignore[call-arg, arg-type]
         entry = None if of_entry is None else take(of_entry)
         routes: list[Any] = [way(*x) for x in ways]
         if len(routes) > 1:
             routes[0] = replace(routes[0], legs=(routes[1], routes[2]))
-        return DeviceStage(slices, routes[0] if routes else None, entry)
+        return DeviceStage(slices, routes[0] if routes else None, entry, rows_before)
 
     bits = None if of_bits is None else take(of_bits)
-    entries = Entries(*of_entries)
     queries, keys = (
         None if x is None else Placement(x[0], x[1], tensor_of(x[2])) for x in placements
     )
     assert queries is not None
     forward, backward = ([stage(*x) for x in stages] for stages in passes)
-    merged = None
-    # A rank of which all keys are local or all are remote has one stage anyway.
-    if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
-        merged = MergedStage(*forward)
+    merged = _merged(forward) if is_early else None
     digest, rank = meta[:2].tolist()
     where = (queries, queries if keys is None else keys)
-    is_exact = bits is None and entries.number == 1
     of_plan = (digest, rank, cp_size, rows, key_rows, forward, backward, merged, *where)
-    return DevicePlan(*of_plan, bits, entries, is_exact, relayed)
+    return DevicePlan(*of_plan, bits, entries, entries.batch, relayed)
+
+
+def _merged(forward: Sequence[DeviceStage]) -> MergedStage | None:
+    """The stages of a forward that is one call; None where a rank has one anyway, as all of its keys are local or all
+    are remote."""
+    if len(forward) != 2 or any(stage.is_empty for stage in forward):
+        return None
+    return MergedStage(*forward)

@@ -21,7 +21,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, execution: Execution, max_scores: Tensor | None = None
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of the group call it together. `q` and what comes out are packed by
-    entries as `Prepared.packing` says, k and v are not. `max_scores` as in `Kernel.forward`."""
+    entries as `Prepared.packing` says, k and v by those that travel apart. `max_scores` as in `Kernel.forward`."""
     prepared, group, *_ = execution
     if prepared.merged is not None:
         return _forward_merged(q, k, v, prepared.merged, execution, max_scores)

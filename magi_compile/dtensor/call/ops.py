@@ -71,9 +71,10 @@ def _execution(
             _begin_ahead(plan, options, scaled, k, v)
         asked = Asked.of(options, scaled.softmax_scale, (q, k, v), is_backward=is_backward)
         kernel, problem, packing = asked.choice(plan.entries, plan.bits is not None)
-        name, has_legs = options.collective, plan.relayed[is_backward]
+        part = _part_of(plan, options)
+        name, has_legs = options.collective, part.relayed[is_backward]
         moving = select_collective(name, group, q.device, has_legs=has_legs)
-        prepared = Prepared(plan, kernel, problem, moving, packing)
+        prepared = Prepared(part, kernel, problem, moving, packing)
         if len(plan.calls) >= _MOST_KINDS:
             plan.calls.clear()
         known = plan.calls[key] = _KnownCall(call, prepared, ref(group))
@@ -94,6 +95,11 @@ def _kind_of(options: Options, q: Tensor, k: Tensor, v: Tensor, *, is_backward: 
     tables = tuple([(x.dtype, x.dim()) for x in options.tables or ()])
     of_score = (options.score, tables, tuple(options.wanted), tuple(options.share or ()))
     return (*numbers, *shapes, *of_score)
+
+
+def _part_of(plan: DevicePlan, options: Options) -> DevicePlan:
+    """The plan of the batch entries that this rank has a share of."""
+    return plan.of_share(options.share[0], options.batch_entries) if options.share else plan
 
 
 def _check_rows(plan: DevicePlan, q: Tensor, k: Tensor) -> None:
@@ -135,7 +141,9 @@ def _begin_traced(
 def _scoring(options: Options, plan: DevicePlan) -> Scoring:
     """The score program with its tensors."""
     program, tables = ScoreProgram.parse(options.score), options.tables or ()
-    return Scoring(plan, program, tables, options.symbols or (), options.places or (-1, -1))
+    return Scoring(
+        _part_of(plan, options), program, tables, options.symbols or (), options.places or (-1, -1)
+    )
 
 
 def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,6 +152,8 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     execution = _execution(options, scaled, k, v)
     entries = execution.prepared.entries
     queries = scaled.q if entries == 1 else packed(scaled.q, entries)
+    if (apart := execution.prepared.apart) > 1:
+        k, v = packed(k, apart), packed(v, apart)
     max_scores = new_max_scores(queries) if options.return_max_scores else None
     with watched(execution.group, q.device, is_backward=False):
         out, lse = forward(queries, k, v, execution, max_scores)
@@ -181,10 +191,14 @@ def _cp_ffa_bwd(
         dout, queries, out = (packed(x, entries) for x in (dout, queries, out))
         lse = packed_rows(lse, entries)
         dlse = None if dlse is None else packed_rows(dlse, entries)
+    if (apart := execution.prepared.apart) > 1:
+        k, v = packed(k, apart), packed(v, apart)
     with watched(execution.group, q.device, execution.reduce_group, is_backward=True):
         dq, dk, dv = backward(Grads(dout, dlse), Saved(queries, k, v, out, lse), execution)
     if entries > 1:
         dq = unpacked(dq, entries).contiguous()
+    if apart > 1:
+        dk, dv = (unpacked(x, apart).contiguous() for x in (dk, dv))
     return scaled.gradient(dq), dk, dv, sums
 
 

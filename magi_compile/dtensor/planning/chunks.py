@@ -80,6 +80,13 @@ class Placement:
             chunks[:, None] * self.chunk_size + torch.arange(self.chunk_size, device="cpu")
         ).flatten()
 
+    def repeated(self, number: int) -> Placement:
+        """The placement of `number` such sequences one behind the other, padding included; a rank holds the chunks of
+        all of them, in their order."""
+        first = torch.arange(number, device="cpu")[:, None] * self.chunks.numel()
+        chunks = (self.chunks[:, None] + first).flatten(1)
+        return Placement(number * self.total_padded, self.chunk_size, chunks)
+
     def inverse_positions(self) -> Tensor:
         """The new places of the rows of the padded sequence: the inverse permutation of `positions()`, int64."""
         return torch.argsort(self.positions())

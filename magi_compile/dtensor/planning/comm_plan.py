@@ -95,8 +95,10 @@ class Stage(NamedTuple):
     transfer: Transfer | None  # None: the keys are the rank's own, in place
     # int64 `[num_slices]`, of which slice of the mask each is a part; while planning
     whole: Tensor | None = None
-    # int32 `[num_slices]`, whose they are where entries have masks of their own
+    # int32 `[num_slices]`, whose they are where heads have masks of their own
     entry: Tensor | None = None
+    # Rows of each rank's buffer in front of those of each batch entry, where these have masks of their own; and of all
+    rows_before: list[list[int]] | None = None
 
     def without_legs(self) -> Stage:
         """The stage whose rows come from where they are held."""
@@ -150,15 +152,35 @@ class CommPlan:
         if self.host is not None:
             legs = self._legs(self.host, rank, mine, theirs)
             transfers = [x._replace(legs=of_x) for x, of_x in zip(transfers, legs, strict=True)]
+        before = self._rows_before()
+
+        def stage(i: int, *, is_in_place: bool) -> Stage:
+            lists, whole = slices[i]
+            if is_in_place:
+                return Stage(lists, None, whole)
+            return Stage(lists, transfers[i], whole, rows_before=before[i] if before else None)
+
         return [
             [
-                Stage(
-                    slices[i][0], None if degree > 0 and i == first else transfers[i], slices[i][1]
-                )
+                stage(i, is_in_place=degree > 0 and i == first)
                 for i in range(first, first + buffers.num_stages)
             ]
             for degree, first, buffers in self._first_stages()
         ]
+
+    def _rows_before(self) -> list[list[list[int]]] | None:
+        """`Stage.rows_before` of all stages; None for one sequence."""
+        where, needs = self.rows.dispatch, self.rows.needs
+        if where.batch == 1:
+            return None
+        index = torch.arange(needs.lo.shape[0], device="cpu")
+        moving = MovingRows(*self._moving_rows(index))
+        length = where.keys.total_padded // where.batch
+        place = moving.stage * where.cp_size + moving.receiver
+        place = place * (where.batch + 1) + moving.lo.div(length, rounding_mode="floor") + 1
+        counts = needs.lo.new_zeros(self.num_stages, where.cp_size, where.batch + 1)
+        counts.view(-1).index_add_(0, place.flatten(), moving.rows.flatten())
+        return counts.cumsum(2).tolist()  # type: ignore[no-any-return]
 
     def _legs(
         self, host: Tensor, rank: int, mine: MovingRows, theirs: MovingRows

@@ -76,6 +76,22 @@ class Cover(AttnSlices):
         vars(cover).update(block=block, entry=entry, entries=entries, blocks=blocks)
         return cover
 
+    def packed(self, stride_q: int, stride_k: int) -> AttnSlices:
+        """All batch entries in one sequence, the rows of entry `b` from `b * stride_q` on and its keys from
+        `b * stride_k` on: a cover whose entries are heads, or slices where these say all."""
+        heads = self.entries.heads
+        batch = self.entry.div(heads, rounding_mode="floor")
+        first_row, first_key = ((batch * x).int()[:, None] for x in (stride_q, stride_k))
+        lists = (self.q_ranges + first_row, self.k_ranges + first_key, self.mask_types)
+        totals = (self.entries.batch * stride_q, self.entries.batch * stride_k)
+        if heads == 1 and not len(self.blocks):
+            return AttnSlices.unchecked(*lists, *totals)
+        cover, entry = Cover.unchecked(*lists, *totals), self.entry.remainder(heads)
+        vars(cover).update(
+            block=self.block, entry=entry, entries=Entries(1, heads), blocks=self.blocks
+        )
+        return cover
+
     @cached_property
     def content(self) -> bytes:
         """A hash of what is shown beside the slices: the entries, and the blocks of bits. Made once, by a pass over all

@@ -33,6 +33,7 @@ from magi_compile.dtensor.planning.chunks import (
     tensor_of,
 )
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.planning.cover import Cover
 from magi_compile.dtensor.planning.keys import key_placement, keys_of, named_after_keys
 from magi_compile.dtensor.planning.placement import pack, repair
 from magi_compile.dtensor.planning.ranges import pick
@@ -57,6 +58,7 @@ class Dispatch(Placement):
     table: ChunkTable  # what the chunks cost and need
     # Where keys live that are no rows of the sequence (cross attention)
     other_keys: Placement | None = None
+    batch: int = 1  # sequences that lie in it, one behind the other
 
     @property
     def keys(self) -> Placement:
@@ -195,6 +197,18 @@ def dispatch_as(
     size = math.gcd(*borders, *permutation[begins].tolist())
     chunks = permutation[::size].div(size, rounding_mode="floor").view(cp_size, -1)
     return _dispatches(seqlen, chunks, _tables(masks, size, chunks.shape[1], cp_size, keys))
+
+
+def dispatch_packed(where: Dispatch, mask: Cover) -> tuple[Dispatch, AttnSlices]:
+    """The dispatch of the rows of all batch entries of `mask`, one entry behind the other and each as `where` has it,
+    and the mask over these."""
+    batch, other = mask.entries.batch, where.other_keys
+    packed = mask.packed(where.total_padded, where.keys.total_padded)
+    rows = where.repeated(batch)
+    keys = None if other is None else other.repeated(batch)
+    held = None if keys is None else Keys(keys, is_free=False)
+    table = ChunkTable.of(packed, rows.chunk_size, rows.chunks.numel(), held)
+    return Dispatch(rows.total, rows.chunk_size, rows.chunks, table, keys, batch), packed
 
 
 def check_strategy(strategy: Any) -> None:

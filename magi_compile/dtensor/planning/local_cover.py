@@ -34,8 +34,11 @@ class LocalCover(NamedTuple):
     bits: Tensor | None
 
 
-def cover_of_rank(cover: Cover, communication: CommPlan, rank: int) -> LocalCover:
-    """The stages of a rank, whose slices show what `cover` says."""
+def cover_of_rank(
+    cover: Cover, communication: CommPlan, rank: int, given: Cover | None = None
+) -> LocalCover:
+    """The stages of a rank, whose slices show what `cover` says. Where batch entries with masks of their own lie in it
+    one behind the other, `given` is the cover that it was made of."""
     where = communication.rows.dispatch
     if not len(cover.blocks):
         stages = communication.stages(rank)
@@ -43,7 +46,7 @@ def cover_of_rank(cover: Cover, communication: CommPlan, rank: int) -> LocalCove
     if where.chunk_size % BLOCK == 0 and where.keys.chunk_size % BLOCK == 0:
         return _taken(cover, communication.stages(rank))
     stages = communication.stages(rank, has_slices=False)
-    return _put_together(cover, stages, where, rank)
+    return _put_together(given or cover, stages, where, rank)
 
 
 def positions_of_keys(where: Placement, rank: int, recvs: Tensor | None) -> Tensor:
@@ -87,9 +90,11 @@ def _taken(cover: Cover, plans: list[list[Stage]]) -> LocalCover:
 
 
 def _put_together(cover: Cover, plans: list[list[Stage]], where: Dispatch, rank: int) -> LocalCover:
-    """Blocks of a rank's rows and of the keys of each stage."""
+    """Blocks of a rank's rows and of the keys of each stage, apart for the batch entries that `where` has."""
     on_device = _Blocks(cover)
-    at_rows = where.positions(rank)
+    batch, heads = where.batch, cover.entries.number // where.batch
+    stride_q, stride_k = (x.total_padded // batch for x in (where, where.keys))
+    at_rows = where.positions(rank).view(batch, -1)
     bits: list[Tensor] = []
     made: list[list[Stage]] = []
     for plan in plans:
@@ -97,7 +102,20 @@ def _put_together(cover: Cover, plans: list[list[Stage]], where: Dispatch, rank:
         for stage in plan:
             recvs = None if stage.transfer is None else stage.transfer.recvs
             at_keys = positions_of_keys(where.keys, rank, recvs)
-            slices, entry = on_device.slices(at_rows, at_keys, bits)
+            whose = at_keys.div(stride_k, rounding_mode="floor")
+            first, lists = 0, []
+            for b, rows in enumerate(at_rows):
+                keys = at_keys[whose == b]
+                places = (
+                    rows - b * stride_q,
+                    keys - b * stride_k,
+                    range(b * heads, (b + 1) * heads),
+                )
+                q_ranges, k_ranges, *rest = on_device.slices(*places, bits)
+                lists.append((q_ranges + b * len(rows), k_ranges + first, *rest))
+                first += len(keys)
+            *ranges, entry = map(torch.cat, zip(*lists, strict=True))
+            slices = AttnSlices.unchecked(*ranges, at_rows.numel(), len(at_keys))  # type: ignore[call-arg, arg-type]
             made[-1].append(stage._replace(slices=slices, entry=entry, whole=None))
     none = cover.blocks[:0]
     return LocalCover(made, torch.cat([none, *bits]))
@@ -132,11 +150,10 @@ class _Blocks:
         self.code = to_device(code, self.device)
 
     def slices(
-        self, at_rows: Tensor, at_keys: Tensor, bits: list[Tensor]
-    ) -> tuple[AttnSlices, Tensor]:
-        """The slices of rows and keys at these positions, and their entries; their blocks of bits are appended to
-        `bits`."""
-        num_entries, _, _ = self.code.shape
+        self, at_rows: Tensor, at_keys: Tensor, entries: range, bits: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The slices of these entries, of rows and keys at these positions: the lists of `AttnSlices`, and the number
+        of the entry of each, from 0 on. Their blocks of bits are appended to `bits`."""
         num_q, num_k = (-(-len(x) // BLOCK) for x in (at_rows, at_keys))
         pad_rows, pad_keys = (
             self._padded(x, n, total)
@@ -144,7 +161,7 @@ class _Blocks:
         )
         first = sum(map(len, bits))
         parts: list[Tensor] = []
-        for number, shown in self._shown(pad_rows, pad_keys, num_entries):
+        for number, shown in self._shown(pad_rows, pad_keys, entries):
             count = shown.sum((1, 2))
             entry, rest = number // (num_q * num_k), number % (num_q * num_k)
             row, key = rest // num_k * BLOCK, rest % num_k * BLOCK
@@ -159,9 +176,7 @@ class _Blocks:
             bits.append(pack(shown[has_bits]))
             first += len(bits[-1])
         table = torch.cat([torch.zeros(0, 6, dtype=torch.int64, device="cpu"), *parts]).int()
-        lists = (table[:, :2].contiguous(), table[:, 2:4].contiguous(), table[:, 4].contiguous())
-        slices = AttnSlices.unchecked(*lists, len(at_rows), len(at_keys))
-        return slices, table[:, 5].contiguous()
+        return tuple(x.contiguous() for x in (table[:, :2], table[:, 2:4], *table[:, 4:].unbind(1)))
 
     def _padded(self, positions: Tensor, num_blocks: int, total: int) -> Tensor:
         """`[num_blocks, BLOCK]`; what is no row or key is the first of a block that shows nothing."""
@@ -170,16 +185,14 @@ class _Blocks:
         padded[: len(positions)] = torch.where(positions < total, positions, nothing)
         return to_device(padded.view(num_blocks, BLOCK), self.device)
 
-    def _shown(
-        self, rows: Tensor, keys: Tensor, num_entries: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _shown(self, rows: Tensor, keys: Tensor, entries: range) -> Iterator[tuple[Tensor, Tensor]]:
         """The numbers of some blocks, in the order of entry, rows and keys, and their pairs, bool
         `[n, BLOCK, BLOCK]`."""
-        num = num_entries * len(rows) * len(keys)
+        num = len(entries) * len(rows) * len(keys)
         for number in torch.arange(num, device=self.device).split(MAX_BLOCKS):
             entry, rest = number // (len(rows) * len(keys)), number % (len(rows) * len(keys))
             row, key = rows[rest // len(keys)][:, :, None], keys[rest % len(keys)][:, None, :]
-            code = self.code[entry[:, None, None], row // BLOCK, key // BLOCK]
+            code = self.code[entries.start + entry[:, None, None], row // BLOCK, key // BLOCK]
             column = key % BLOCK
             words = self.blocks[code.clamp(min=0), row % BLOCK, column // 32]
             shown = torch.where(code >= 0, (words >> (column % 32)) & 1, (code == _SHOWN).int())

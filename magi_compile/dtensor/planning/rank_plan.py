@@ -42,6 +42,7 @@ from magi_compile.dtensor.planning.dispatch import (
     check_masks,
     check_strategy,
     dispatch_as,
+    dispatch_packed,
     dispatch_together,
 )
 from magi_compile.dtensor.planning.hosts import check_hosts, hosts_of
@@ -70,9 +71,9 @@ class ContextParallelOptions:
             says that it pays.
         cost: the rates of computation and communication.
         hosts: which ranks reach each other by fast links: the host of each rank, (0, 0, 1, 1), or how many neighbours
-            share one. None: with `hierarchical`, `plan` takes what torchrun says; otherwise all are on one.
+            share one. None: `plan` takes what torchrun says, `plan_rank` takes all to be on one.
         hierarchical: whether rows cross hosts once for each host that needs them, and are handed on there. None asks
-            the cost model, where `hosts` are given.
+            the cost model.
     """
 
     strategy: StrategyName = "local"
@@ -115,11 +116,14 @@ class RankPlan:
 
     Where `forward_is_early`, the two forward stages are one: its local keys and its remote ones. `bits` are the blocks
     of bits of all stages, if the mask has some, and `entries` the batch entries and heads with masks of their own.
+    `moving` is the dispatch of the rows that move: `dispatch` itself, or, where batch entries have masks of their own,
+    that of the rows of all of them, one entry behind the other, which stages are over.
     `hosts` is the host of each rank, None where all are on one; `relayed` says of the forward and the
     backward whether all of its transfers have legs.
     """
 
     dispatch: Dispatch
+    moving: Dispatch
     rank: int
     digest: int
     forward: list[Stage]
@@ -167,9 +171,9 @@ class RankPlan:
 
         def stage(x: Stage) -> tuple[Any, ...]:
             lists = [laid(x.slices.q_ranges), laid(x.slices.k_ranges), laid(x.slices.mask_types)]
-            entry = laid(x.entry) if x.entry is not None and self.entries.number > 1 else None
+            entry = laid(x.entry) if x.entry is not None and self.entries.heads > 1 else None
             ways = [] if x.transfer is None else [x.transfer, *(x.transfer.legs or ())]
-            return lists, entry, x.slices.seqlen_k, [way(x) for x in ways]
+            return lists, entry, x.slices.seqlen_k, [way(x) for x in ways], x.rows_before
 
         sizes = (where.cp_size, self.rows, where.keys.seqlen_local)
         of_mask = (None if self.bits is None else tuple(self.bits.shape), tuple(self.entries))
@@ -420,9 +424,14 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def _plan(
     where: Dispatch, rank: int, options: ContextParallelOptions, digest: int, mask: AttnSlices
 ) -> RankPlan:
-    rows, hosts = RankRows.of(where), hosts_of(options.hosts, where.cp_size)
+    moving, given, entries = where, mask, ONE_ENTRY
+    if isinstance(given, Cover):
+        entries = given.entries
+        if entries.batch > 1:
+            moving, mask = dispatch_packed(where, given)
+    rows, hosts = RankRows.of(moving), hosts_of(options.hosts, where.cp_size)
     degree, backward_degree = options.degree, options.backward_degree
-    # No kernel begins early with blocks of bits, nor with entries that have masks of their own.
+    # No kernel begins early with blocks of bits, nor with heads that have masks of their own.
     early = options.early and options.cost.starts_early and not isinstance(mask, Cover)
     is_early, relayed = False, options.hierarchical if hosts is not None else False
     is_relayed = [bool(relayed)] * 2
@@ -437,10 +446,11 @@ def _plan(
     assert backward_degree is not None
     degrees = sorted({degree, backward_degree})
     communication = plan_communication(rows, degrees, host if any(is_relayed) else None)
-    bits, entries = None, ONE_ENTRY
+    bits = None
     if isinstance(mask, Cover):
-        local = cover_of_rank(mask, communication, rank)
-        plans, entries = local.stages, mask.entries
+        assert isinstance(given, Cover)
+        local = cover_of_rank(mask, communication, rank, given)
+        plans = local.stages
         # On every rank of a mask with blocks, also where a rank has none: ranks choose kernels alike.
         bits = local.bits if len(mask.blocks) else None
     else:
@@ -455,7 +465,7 @@ def _plan(
         for x, has_legs in zip((degree, backward_degree), is_relayed, strict=True)
     )
     of_mask = (forward, backward, is_early, bits, entries)
-    return RankPlan(where, rank, digest, *of_mask, hosts, (is_relayed[0], is_relayed[1]))
+    return RankPlan(where, moving, rank, digest, *of_mask, hosts, (is_relayed[0], is_relayed[1]))
 
 
 def _content_of(slices: AttnSlices, cp_size: int) -> bytes:

@@ -27,13 +27,13 @@ class PlanExplanation:
     chunk_size: int  # tokens that stay together
     total_keys: int  # as many as tokens in self-attention
     keys_local: int  # of each rank, padding included
-    # Visible (query, key) pairs of each rank's queries, of blocks of bits all pairs; where batch entries or heads have
-    # masks of their own, the mean of these. And those of them whose key is on the same rank.
+    # Visible (query, key) pairs of each rank's queries, of blocks of bits all pairs; where heads have masks of their
+    # own, the mean of these, and where batch entries have, the sum. And those of them whose key is on the same rank.
     area: tuple[int, ...]
     local_area: tuple[int, ...]
-    received_rows: tuple[
-        int, ...
-    ]  # key rows of others of each rank, in a forward pass and again in a backward pass
+    # Key rows of others of each rank, in a forward pass and again in a backward pass: of all batch entries, or where
+    # these have masks of their own, of one
+    received_rows: tuple[int, ...]
     sent_rows: tuple[int, ...]  # key rows of each rank, once for each rank that receives them
     hosts: tuple[int, ...] | None  # the host of each rank; None where all are on one
     relayed: tuple[
@@ -43,6 +43,7 @@ class PlanExplanation:
     # those of either pass if every rank got them from where they are held.
     crossing_rows: tuple[int, int]
     crossing_rows_apart: int
+    batch: int  # batch entries with masks of their own; 1 where all have the same
     mask: str  # of this rank, in words: slices, blocks of bits, and whose masks they are
     forward: str  # how a forward pass goes on, in words
     backward: str
@@ -60,7 +61,7 @@ class PlanExplanation:
     @property
     def gathered_rows(self) -> int:
         """The rows that each rank receives in an all-gather."""
-        return (len(self.area) - 1) * self.keys_local
+        return (len(self.area) - 1) * self.keys_local * self.batch
 
     def __str__(self) -> str:
         size, gathered = len(self.area), max(self.gathered_rows, 1)
@@ -114,7 +115,7 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
     """Explains `plan` for all ranks, by the rates `cost`."""
     where = plan.dispatch
     host = None if plan.hosts is None else torch.tensor(plan.hosts, device="cpu")
-    loads = StageLoads.of(RankRows.of(where), host)
+    loads = StageLoads.of(RankRows.of(plan.moving), host)
     ways = [loads.relayed or loads if is_relayed else loads for is_relayed in plan.relayed]
     apart, *crossing = (0 if x.hops is None else x.hops[0].crossing for x in (loads, *ways))
     degrees = [_degree_of(stages) for stages in (plan.forward, plan.backward)]
@@ -142,6 +143,7 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         relayed=plan.relayed,
         crossing_rows=(crossing[0], crossing[1]),
         crossing_rows_apart=apart,
+        batch=plan.entries.batch,
         mask=_mask_in_words(plan),
         forward=early if plan.forward_is_early else _in_words(plan.forward),
         backward=_in_words(plan.backward),

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor.on_device import to_device
 
 logger = logging.getLogger("magi_compile")
 
@@ -81,6 +82,31 @@ class Route:
         (sends, recvs), (host_sends, host_recvs) = halves
         numbers = (send_counts, recv_counts, peak_received, sum(recv_counts))
         return Route(sends, recvs, host_sends, host_recvs, *numbers, hosts)
+
+    def part(
+        self, received: tuple[int, int], held: tuple[int, int], firsts: list[int], peak: int
+    ) -> Route:
+        """The route of a part of the rows, without legs: the rows `received` of the buffer, which are all those of the
+        home rows `held` of any rank. Both are numbered from 0 on; in the buffer of rank r from `firsts[r]` on."""
+        firsts_of = torch.tensor(firsts, dtype=torch.int32, device="cpu")
+
+        def clipped(ranges: Tensor, begin: int, end: int) -> Tensor:
+            """The ranges of these rows, which are numbered from 0 on."""
+            peer, row, peer_row, count = ranges.unbind(1)
+            low, high = row.clamp(min=begin), (row + count).clamp(max=end)
+            found = torch.stack([peer, low - begin, peer_row + low - row, high - low], 1)
+            return found[low < high]
+
+        sends, recvs = clipped(self.host_sends, *held), clipped(self.host_recvs, *received)
+        sends[:, 2] -= firsts_of[sends[:, 0].long()]
+        recvs[:, 2] -= held[0]
+        none = torch.zeros(len(firsts), dtype=torch.int32, device="cpu")
+        sent, arriving = (
+            none.index_add(0, x[:, 0].long(), x[:, 3]).tolist() for x in (sends, recvs)
+        )
+        ranges = torch.cat([sends, recvs])
+        on_device = to_device(ranges, self.sends.device)
+        return Route.of(ranges, on_device, len(sends), sent, arriving, peak, self.hosts)
 
     @staticmethod
     def of_peers(

@@ -104,45 +104,54 @@ OPTIONS = [
 ]
 
 
+def entry_of_keys(plan, stage, packing, heads):
+    """The number of the entry of each key that a kernel has, and the position of each."""
+    positions = plan.positions(stage)
+    if packing.apart == 1:
+        whose = torch.arange(packing.keys).repeat_interleave(len(positions))
+        return whose, positions.repeat(packing.keys)
+    if stage.route is None:
+        batch = torch.arange(packing.apart).repeat_interleave(len(positions) // packing.apart)
+    else:
+        counts = torch.tensor(stage.rows_before[plan.rank]).diff()
+        batch = torch.arange(packing.apart).repeat_interleave(counts)
+    whose = torch.cat([batch * heads + head for head in range(packing.keys_together)])
+    return whose, positions.repeat(packing.keys_together)
+
+
 @pytest.mark.parametrize("seed", range(48))
 def test_ranks_show_the_mask_together(seed):
     dense, cp_size = random_mask(seed), 1 + seed % 5
     batch, heads, rows, keys = dense.shape
     mask = planned_mask(dense)
-    # Rows of queries see keys, and no more than those of blocks of 128 by 128.
-    needed = torch.zeros(rows, keys, dtype=torch.bool)
+    # Rows of queries see keys of their batch entry, and no more than those of blocks of 128 by 128.
+    needed = torch.zeros(batch, rows, keys, dtype=torch.bool)
     for row in range(0, rows, 128):
         for key in range(0, keys, 128):
             here = dense[..., row : row + 128, key : key + 128]
-            needed[row : row + 128, key : key + 128] = here.any()
+            needed[:, row : row + 128, key : key + 128] = here.any(3).any(2).any(1)[:, None, None]
     entries = batch * heads
     packing = Packing.of(entries_of(mask), batch, (heads, heads), (), has_score=False)
     found = torch.zeros(2, entries, rows, keys, dtype=torch.int64)
     for rank in range(cp_size):
         planned = plan_rank(mask, cp_size, rank, OPTIONS[seed % 3])
         on_device = unpack(*planned.tensors("cpu"))
-        at_rows = on_device.positions()
+        at_rows = on_device.positions().long()
         is_row = planned.dispatch.positions(rank) < rows
         owned = planned.dispatch.keys.positions(rank)
         for number, stages in enumerate((on_device.forward, on_device.backward)):
             for stage in stages:
                 slices = stage.slices_of(packing)
-                at_keys = on_device.positions(stage)
+                whose, at_keys = entry_of_keys(on_device, stage, packing, heads)
                 if stage.route is not None:
-                    seen = needed[at_rows[is_row].long()].any(0)
-                    arrived = set(at_keys.tolist()) - set(owned.tolist())
-                    assert all(bool(seen[key]) for key in arrived)
-                parts = slices.to_dense().view(entries, len(at_rows), entries, -1)
-                shown = torch.stack([parts[i, :, i] for i in range(entries)])
-                assert int(shown.sum()) == int(slices.to_dense().sum())  # nothing between entries
-                entry, row, key = shown.nonzero().unbind(1)
-                place = (
-                    torch.full_like(entry, number),
-                    entry,
-                    at_rows[row].long(),
-                    at_keys[key].long(),
-                )
-                found.index_put_(place, torch.ones_like(entry), accumulate=True)
+                    arrived = ~torch.isin(at_keys, owned)
+                    seen = needed[:, at_rows[is_row]].any(1)
+                    assert bool(seen[whose[arrived] // heads, at_keys[arrived].long()].all())
+                place, key = slices.to_dense().nonzero().unbind(1)
+                entry, row = place // len(at_rows), place % len(at_rows)
+                torch.testing.assert_close(entry, whose[key])  # nothing between entries
+                at = (torch.full_like(entry, number), entry, at_rows[row], at_keys[key].long())
+                found.index_put_(at, torch.ones_like(entry), accumulate=True)
     torch.testing.assert_close(found, dense.flatten(0, 1).long().expand(2, -1, -1, -1))
 
 
@@ -156,7 +165,8 @@ def test_other_bits_are_another_plan():
 
 def test_a_share_of_the_masks():
     dense = torch.rand(2, HEADS, 60, 60, generator=torch.Generator().manual_seed(0)) < 0.5
-    stage = unpack(*plan_rank(planned_mask(dense), 1, 0).tensors("cpu")).forward[0]
+    whole = unpack(*plan_rank(planned_mask(dense), 1, 0).tensors("cpu"))
+    stage = whole.of_share(1, 1).forward[0]
     packing = Packing.of(entries_of(planned_mask(dense)), 1, (2, 1), (1, 2, 2, 4), has_score=False)
     slices = stage.slices_of(packing)
     rows, keys = slices.seqlen_q // 2, slices.seqlen_k  # two heads that read the same keys
