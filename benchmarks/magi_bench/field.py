@@ -295,7 +295,7 @@ def loads_of(work: Work) -> StageLoads:
     size = None
     if work.cp >= MANY and work.area > DENSE * work.slices.seqlen_q * work.tokens:
         size = max(work.tokens // 4, 1)
-    where = dispatch(work.slices, work.cp, chunk_size=size, cost=work.cost)
+    where = dispatch(work.slices, work.cp, chunk_size=size, cost=work.cost, hosts=host)
     return StageLoads.of(RankRows.of(where), None if host is None else torch.tensor(host))
 
 

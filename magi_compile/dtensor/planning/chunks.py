@@ -140,6 +140,30 @@ class ChunkTable:
         number = slices.entries.number if isinstance(slices, Cover) else 1
         return ChunkTable(chunk_size, mean_area(area, number), needs, rects, whole, keys, number)
 
+    def part(self, chunks: Tensor) -> ChunkTable:
+        """The table of some chunks, int64 and ascending, as if they were a sequence of their own: without the keys of
+        the others. For self-attention."""
+        assert self.keys is None
+        size, is_kept = (
+            self.chunk_size,
+            torch.zeros(self.num_chunks + 1, dtype=torch.int64, device="cpu"),
+        )
+        is_kept[chunks] = 1
+        before = (is_kept.cumsum(0) - is_kept) * size
+
+        def place(row: Tensor) -> Tensor:
+            """The rows of these chunks before `row`."""
+            chunk = row.div(size, rounding_mode="floor")
+            return pick(before, chunk) + pick(is_kept, chunk) * (row - chunk * size)
+
+        needs = Ranges(self.needs.owner, place(self.needs.lo), place(self.needs.hi))
+        index = ((pick(is_kept, needs.owner) > 0) & (needs.lo < needs.hi)).nonzero().flatten()
+        needs = needs.take(index)
+        needs = needs._replace(owner=pick(before, needs.owner).div(size, rounding_mode="floor"))
+        rects, whole = self.rects.select(index), pick(self.whole, index)
+        area = pick(self.area, chunks)
+        return ChunkTable(size, area, needs, rects, whole, num_entries=self.num_entries)
+
     @staticmethod
     def together(tables: Sequence[ChunkTable], weights: Sequence[int]) -> ChunkTable:
         """The sum of several tables, one for each mask, each `weights` times.

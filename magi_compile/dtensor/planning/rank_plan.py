@@ -259,6 +259,7 @@ def plan_rank_together(
         else:
             names = ("chunk_size", "strategy", "slack", "cost")
             chosen = {name: getattr(options, name) for name in names}
+            chosen["hosts"] = hosts_of(options.hosts, cp_size)
             wheres = dispatch_together(masks, weights, cp_size, **chosen, keys=keys)
         return [
             _plan(where, rank, options, digest, mask)

@@ -11,6 +11,7 @@ from magi_compile.dtensor.planning.dispatch import (
     STRATEGIES,
     choose_chunk_size,
     dispatch,
+    local,
 )
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import SQUARE, documents
@@ -189,3 +190,57 @@ def test_packs_have_their_length():
         assert [sum(pack) for pack in packs] == [total] * 3
         assert max(max(pack) for pack in packs) <= total // 4
     assert packs_of_corpus(4096, 2) == packs_of_corpus(4096, 2)
+
+
+@pytest.mark.parametrize("case", SQUARE.values(), ids=lambda case: case.name)
+def test_a_part_of_the_chunks(case):
+    """The keys of these chunks that their rows see, and nothing else."""
+    slices, size = case.slices(), 16
+    num_chunks = -(-slices.seqlen_q // size)
+    dense = torch.zeros(num_chunks * size, num_chunks * size, dtype=torch.bool)
+    dense[: slices.seqlen_q, : slices.seqlen_k] = slices.to_dense()
+    table = ChunkTable.of(slices, size, num_chunks)
+    chunks = torch.arange(num_chunks)[torch.arange(num_chunks) % 3 != 1]
+    rows = (chunks[:, None] * size + torch.arange(size)).flatten()
+    part, inside = table.part(chunks), dense[rows][:, rows]
+    assert part.num_chunks == len(chunks)
+    assert part.area.tolist() == [int(x.sum()) for x in dense[rows].split(size)]
+    found = torch.zeros(len(chunks), len(rows), dtype=torch.bool)
+    for owner, lo, hi in zip(*(x.tolist() for x in part.needs), strict=True):
+        found[owner, lo:hi] = True
+    seen = torch.zeros_like(found)
+    for owner, lo, hi in zip(*(x.tolist() for x in table.needs), strict=True):
+        if owner in chunks:
+            seen[int((chunks < owner).sum())] |= (rows >= lo) & (rows < hi)
+    assert torch.equal(found, seen)
+    assert bool((found.repeat_interleave(size, 0) | ~inside).all())
+
+
+BLOCKS_OF_DOCUMENTS = documents(
+    [1000, 300, 2500, 700, 1300, 90, 3000, 410, 2000, 900] * 2, causal=True
+)
+
+
+@pytest.mark.parametrize(
+    "hosts", [(0,) * 4 + (1,) * 4, (0, 1) * 4, (0, 0, 1, 1, 2, 2, 3, 3)], ids=str
+)
+def test_tokens_are_placed_on_hosts_first(hosts):
+    """As balanced as without hosts, and fewer rows cross them."""
+    slices, cp_size = BLOCKS_OF_DOCUMENTS, len(hosts)
+    members = [[rank for rank in range(cp_size) if hosts[rank] == host] for host in {*hosts}]
+    crossing = []
+    for known in (hosts, None):
+        plan = dispatch(slices, cp_size, chunk_size=128, hosts=known)
+        assert torch.equal(plan.positions().sort().values, torch.arange(plan.total_padded))
+        assert rank_loads(plan.table, plan.chunks).imbalance <= 1.025
+        of_hosts = torch.stack([plan.chunks[ranks].flatten() for ranks in members])
+        crossing.append(int(rank_loads(plan.table, of_hosts).recv_rows.sum()))
+    assert crossing[0] < 0.8 * crossing[1], crossing
+
+
+def test_hosts_with_different_numbers_of_ranks():
+    slices = BLOCKS_OF_DOCUMENTS
+    plan = dispatch(slices, 8, chunk_size=128, hosts=(0, 0, 0, 1, 1, 1, 1, 1))
+    assert torch.equal(plan.chunks, dispatch(slices, 8, chunk_size=128).chunks)
+    table = plan.table
+    assert torch.equal(plan.chunks, local(table, 8, 0.01, CostModel.of_heads()).sort(1).values)
