@@ -220,7 +220,8 @@ class Kernel(Protocol):
 @runtime_checkable
 class CompiledKernel(Protocol):
     """A kernel that is compiled when it first runs, and can begin with that before. All tensors may be fake; sizes are
-    those of the call that is to come."""
+    those of the call that is to come. `later` is for a call that may come, or not: what others need is compiled
+    first."""
 
     def plan_of_sizes(
         self,
@@ -234,7 +235,7 @@ class CompiledKernel(Protocol):
         they have no values."""
         ...
 
-    def begin_plan(self, plan: Plan, problem: AttnProblem) -> None:
+    def begin_plan(self, plan: Plan, problem: AttnProblem, *, later: bool = False) -> None:
         """Begins to compile what makes a plan like this one."""
         ...
 
@@ -245,6 +246,7 @@ class CompiledKernel(Protocol):
         score: ScoreCall | None = None,
         *,
         is_early: bool = False,
+        later: bool = False,
     ) -> None:
         """Begins to compile what `Kernel.forward` launches without a prior, or where `is_early` what
         `EarlyKernel.early_forward` does."""
@@ -257,6 +259,7 @@ class CompiledKernel(Protocol):
         *,
         wanted: Sequence[int] = (),
         deterministic: bool = False,
+        later: bool = False,
     ) -> None:
         """Begins to compile what `Kernel.backward` launches; `wanted` are the numbers of the captured tensors that need
         gradients."""

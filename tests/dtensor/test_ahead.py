@@ -4,6 +4,7 @@ whichever came last. On CPUs that think they are Hopper GPUs."""
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.call import ahead as of_ranks
 from magi_compile.dtensor.call import execution
 from magi_compile.dtensor.call.asked import Asked
+from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
 from magi_compile.kernels.sm90 import kernel as hopper
 from magi_compile.kernels.sm90.runtime import ahead
@@ -89,13 +91,21 @@ def run_ops(
 
 
 @contextmanager
-def idle_ranks(begun, loaded):
-    """Hopper GPUs that know no plan and no call: lists of the kernels that they begin, and of those that they load."""
+def idle_ranks(begun, loaded, siblings=None):
+    """Hopper GPUs that know no plan and no call: lists of the kernels that they begin, and of those that they load;
+    `siblings` are those that they begin for later, if nothing has begun them yet."""
+
+    def begin(variants, *, later):
+        if later and siblings is not None:
+            siblings.extend(x for x in variants if x not in begun)
+        else:
+            begun.extend(variants)
+
     with (
         pytest.MonkeyPatch.context() as patch,
         hopper_on_cpus.idle_hopper(lambda variant, device: loaded.append(variant)),
     ):
-        patch.setattr(ahead, "begin", begun.extend)
+        patch.setattr(ahead, "begin", begin)
         patch.setattr(_compat, "is_in_use", lambda device: True)
         patch.setattr(execution._device_plans, "plans", OrderedDict())
         hopper._begin_backward.cache_clear()
@@ -192,6 +202,95 @@ def test_a_forward_without_gradients_begins_no_backward(ranks_of):
         assert {x.entry for x in begun} == {"ffa_tile_plan", "ffa_forward"}
 
 
+COST = CostModel.of_heads(64, 64, 64)
+RUNS = {
+    "any plan": ContextParallelOptions(cost=COST),
+    "never early": ContextParallelOptions(cost=COST, early=False),
+    "one call": ContextParallelOptions(cost=COST, degree=0, backward_degree=0),
+    "two stages": ContextParallelOptions(cost=COST, degree=2),
+}
+
+
+def random_documents(random):
+    """From two long ones to hundreds of short ones."""
+    lengths, longest = [], 2 ** random.uniform(4, 14)
+    while (left := 4 * SEQLEN - sum(lengths)) > 0:
+        lengths.append(min(left, int(random.uniform(0.1, 1) * longest) + 1))
+    return documents(lengths, causal=random.random() < 0.7)
+
+
+def kernels_of_a_run(group, options, num_masks, num_steps):
+    """The kernels that were begun before the plan of each step, and those that it loads; then the siblings that were
+    begun, and those of them that were begun in front of a kernel that a plan needs."""
+    begun, loaded, siblings, steps, in_front = [], [], [], [], set()
+    random, mode = Random(5), FakeTensorMode()
+    masks = [random_documents(random) for _ in range(num_masks)]
+    with idle_ranks(begun, loaded, siblings), torch.no_grad():
+        for step in range(num_steps):
+            before, num_siblings = {*begun, *siblings}, len(siblings)
+            plan = plan_sequence(masks[step % num_masks], group, options=options)
+            if step == 0:
+                with mode:
+                    run_ops(mode.from_tensor, plan, group)
+            in_front |= set(siblings[num_siblings:]) & set(begun) - before
+            run_ops(lambda x: x, plan, group)
+            steps.append((before, set(loaded)))
+            loaded.clear()
+    return steps, set(siblings), in_front
+
+
+def is_early(variant):
+    return variant.entry == "ffa_early_tiles" or ("FFA_IS_EARLY", "true") in variant.defines
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_many_masks_begins_all_kernels_by_its_second_plan(ranks_of, name):
+    options, later = RUNS[name], set()
+    for steps, siblings, in_front in ranks_of(2).run(kernels_of_a_run, options, 24, 24):
+        (_, of_first), (_, of_second), *others = steps
+        for before, loaded in others:
+            assert loaded <= before
+            later |= loaded - of_first - of_second
+        assert not in_front
+        assert len(siblings - of_first) <= 6
+        assert any(map(is_early, siblings)) == (name in ("any plan", "one call"))
+    assert later  # so that this test says something
+
+
+def test_a_run_of_one_mask_begins_no_siblings(ranks_of):
+    for steps, siblings, _ in ranks_of(2).run(kernels_of_a_run, RUNS["any plan"], 1, 3):
+        assert not siblings
+        assert [loaded - before for before, loaded in steps[1:]] == [set()] * 2
+
+
+SIBLINGS = {  # the most
+    "bits": [],  # whose kernels look up edges anyway
+    "score": ["ffa_forward"],  # with edges, or without
+    "masks of heads": ["ffa_forward", "ffa_split_tiles", "ffa_forward_merge"],
+}
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_siblings_are_kernels_that_such_plans_may_take(ranks_of, name):
+    found = ranks_of(2).run(siblings_of, name)
+    for siblings in found:
+        assert set(siblings) <= set(SIBLINGS[name])
+    assert sorted(max(found, key=len)) == sorted(SIBLINGS[name])
+
+
+def siblings_of(group, name):
+    """The kernels that are begun as siblings for a case, when it has another plan than before."""
+    case, begun, siblings = {**CASES[name]}, [], []
+    mask, options = case.pop("mask", packs)(), case.pop("options", EARLY)
+    seqlen = SEQLEN if mask is scattered else None
+    with idle_ranks(begun, [], siblings), torch.no_grad():
+        for chunk_size in (16, 32):
+            of_step = replace(options, chunk_size=chunk_size)
+            plan = plan_sequence(mask, group, seqlen=seqlen, options=of_step)
+            run_ops(lambda x: x, plan, group, **case)
+    return [x.entry for x in dict.fromkeys(siblings)]
+
+
 def test_calls_and_plans_of_another_time(monkeypatch):
     """What kernels say under deterministic algorithms is kept for calls under these alone."""
     device, begun = torch.device("cpu"), []
@@ -200,7 +299,9 @@ def test_calls_and_plans_of_another_time(monkeypatch):
     asked = Asked(device, torch.bfloat16, *numbers, tables, (0,), (), True, is_backward=True)
     plan, other = (plan_rank(packs(), 2, 0, x) for x in (STAGES, ONE_CALL))
     monkeypatch.setattr(_compat, "is_in_use", lambda device: True)
-    monkeypatch.setattr(of_ranks, "_begin", lambda call, plan: begun.append(call))
+    monkeypatch.setattr(
+        of_ranks, "_begin", lambda call, plan, *, later: later or begun.append(call)
+    )
     of_ranks.forget()
     of_ranks.begin_call(asked)
     of_ranks.begin_plan(plan, device)
@@ -212,7 +313,7 @@ def test_calls_and_plans_of_another_time(monkeypatch):
 
 
 def test_nothing_is_begun_for_a_gpu_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(ahead, "begin", lambda variants: pytest.fail("begun"))
+    monkeypatch.setattr(ahead, "begin", lambda variants, *, later=False: pytest.fail("begun"))
     of_ranks.forget()
     on_cpu = plan_rank(packs(), 2, 0, STAGES).tensors("cpu")
     with FakeTensorMode() as mode:

@@ -142,6 +142,7 @@ class DevicePlan:
     forward: list[DeviceStage]
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
+    forward_may_be_early: bool  # they are so under some masks with the options of this plan
     queries: Placement  # who holds which rows, and which keys
     keys: Placement
     bits: Tensor | None = None  # the blocks of bits of all stages
@@ -359,7 +360,7 @@ _Numbers: TypeAlias = tuple[int, list[int], list[int], int]  # behind the tables
 def _unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     sizes, of_mask, placements, passes, rest = pickle.loads(bytes_of(meta[2:]))
     (cp_size, rows, key_rows), (of_bits, of_entries) = sizes, of_mask
-    is_early, hosts, relayed = rest
+    is_early, may_be_early, hosts, relayed = rest
     entries = Entries(*of_entries)
     seqlen_q = entries.batch * rows
     position = 0
@@ -393,7 +394,8 @@ def _unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     merged = _merged(forward) if is_early else None
     digest, rank = meta[:2].tolist()
     where = (queries, queries if keys is None else keys)
-    of_plan = (digest, rank, cp_size, rows, key_rows, forward, backward, merged, *where)
+    passes_of_rank = (forward, backward, merged, may_be_early)
+    of_plan = (digest, rank, cp_size, rows, key_rows, *passes_of_rank, *where)
     return DevicePlan(*of_plan, bits, entries, entries.batch, relayed)
 
 

@@ -114,12 +114,12 @@ class PlanTensors(NamedTuple):
 class RankPlan:
     """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike.
 
-    Where `forward_is_early`, the two forward stages are one: its local keys and its remote ones. `bits` are the blocks
-    of bits of all stages, if the mask has some, and `entries` the batch entries and heads with masks of their own.
-    `moving` is the dispatch of the rows that move: `dispatch` itself, or, where batch entries have masks of their own,
-    that of the rows of all of them, one entry behind the other, which stages are over.
-    `hosts` is the host of each rank, None where all are on one; `relayed` says of the forward and the
-    backward whether all of its transfers have legs.
+    Where `forward_is_early`, the two forward stages are one: its local keys and its remote ones. Where
+    `forward_may_be_early`, they are so under some masks with such options. `bits` are the blocks of bits of all stages,
+    if the mask has some, and `entries` the batch entries and heads with masks of their own. `moving` is the dispatch of
+    the rows that move: `dispatch` itself, or, where batch entries have masks of their own, that of the rows of all of
+    them, one entry behind the other, which stages are over. `hosts` is the host of each rank, None where all are on
+    one; `relayed` says of the forward and the backward whether all of its transfers have legs.
     """
 
     dispatch: Dispatch
@@ -129,6 +129,7 @@ class RankPlan:
     forward: list[Stage]
     backward: list[Stage]
     forward_is_early: bool = False
+    forward_may_be_early: bool = False
     bits: Tensor | None = None
     entries: Entries = ONE_ENTRY
     hosts: tuple[int, ...] | None = None
@@ -144,6 +145,16 @@ class RankPlan:
     def rows(self) -> int:
         """Rows of a rank."""
         return self.dispatch.seqlen_local
+
+    @property
+    def key_rows(self) -> int:
+        """Keys of a rank."""
+        return self.dispatch.keys.seqlen_local
+
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks."""
+        return self.dispatch.cp_size
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
         """The plan for the ops; made once per device. It is there in the order of the current stream."""
@@ -175,14 +186,14 @@ class RankPlan:
             ways = [] if x.transfer is None else [x.transfer, *(x.transfer.legs or ())]
             return lists, entry, x.slices.seqlen_k, [way(x) for x in ways], x.rows_before
 
-        sizes = (where.cp_size, self.rows, where.keys.seqlen_local)
+        sizes = (self.cp_size, self.rows, self.key_rows)
         of_mask = (None if self.bits is None else tuple(self.bits.shape), tuple(self.entries))
         placements = [
             None if x is None else (x.total, x.chunk_size, x.chunks.tolist())
             for x in (where, where.other_keys)
         ]
         passes = [[stage(x) for x in stages] for stages in (self.forward, self.backward)]
-        rest = (self.forward_is_early, self.hosts, self.relayed)
+        rest = (self.forward_is_early, self.forward_may_be_early, self.hosts, self.relayed)
         text = pickle.dumps((sizes, of_mask, placements, passes, rest), pickle.HIGHEST_PROTOCOL)
         words = array("q", [self.digest, self.rank])
         words.frombytes(text.ljust(-(-len(text) // 8) * 8, b"\0"))
@@ -434,6 +445,7 @@ def _plan(
     degree, backward_degree = options.degree, options.backward_degree
     # No kernel begins early with blocks of bits, nor with heads that have masks of their own.
     early = options.early and options.cost.starts_early and not isinstance(mask, Cover)
+    may_be_early = early and options.degree in (None, 0) and where.cp_size > 1
     is_early, relayed = False, options.hierarchical if hosts is not None else False
     is_relayed = [bool(relayed)] * 2
     host = None if hosts is None else torch.tensor(hosts, device="cpu")
@@ -465,7 +477,7 @@ def _plan(
         else [stage.without_legs() for stage in plans[degrees.index(x)]]
         for x, has_legs in zip((degree, backward_degree), is_relayed, strict=True)
     )
-    of_mask = (forward, backward, is_early, bits, entries)
+    of_mask = (forward, backward, is_early, may_be_early, bits, entries)
     return RankPlan(where, moving, rank, digest, *of_mask, hosts, (is_relayed[0], is_relayed[1]))
 
 

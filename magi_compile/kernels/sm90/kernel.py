@@ -181,10 +181,11 @@ class HopperKernel:
         sizes = plan_tiles(problem)
         return plan_of_sizes(num_slices, total_q, total_k, sizes, problem, device)
 
-    def begin_plan(self, plan: Plan, problem: AttnProblem) -> None:
+    def begin_plan(self, plan: Plan, problem: AttnProblem, *, later: bool = False) -> None:
         is_of_lists = problem.block_map is not None
         ahead.begin(
-            block_map_variants(has_table(problem)) if is_of_lists else plan_variants(plan, problem)
+            block_map_variants(has_table(problem)) if is_of_lists else plan_variants(plan, problem),
+            later=later,
         )
 
     def begin_forward(
@@ -194,6 +195,7 @@ class HopperKernel:
         score: ScoreCall | None = None,
         *,
         is_early: bool = False,
+        later: bool = False,
     ) -> None:
         assert plan.q_walk is not None
         source = None if score is None else source_of(score, problem)
@@ -207,7 +209,7 @@ class HopperKernel:
             variants.insert(0, early_tiles_variant())
         if has_splits(plan) and score is None and not is_early:
             variants.append(merge_variant(problem.head_dim_v, problem.dtype))
-        ahead.begin(variants)
+        ahead.begin(variants, later=later)
 
     def begin_backward(
         self,
@@ -216,12 +218,13 @@ class HopperKernel:
         *,
         wanted: Sequence[int] = (),
         deterministic: bool = False,
+        later: bool = False,
     ) -> None:
         source = None if score is None else source_of(score, problem)
         of_tables = (
             source_of(score, problem, tuple(wanted)) if score is not None and wanted else None
         )
-        _begin_backward(problem, deterministic, source, of_tables)
+        _begin_backward(problem, deterministic, source, of_tables, later=later)
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> EarlyPlan:
         _refuse_bits(problem)
@@ -290,13 +293,15 @@ def _begin_backward(
     deterministic: bool,
     source: ScoreSource | None,
     of_tables: ScoreSource | None,
+    *,
+    later: bool,
 ) -> None:
     """Once: eager calls ask each time. `of_tables` is the source with gradients of captured tensors."""
     variants = [*backward_variants(problem, deterministic, score=source)]
     if of_tables is not None:
         config = table_gradients_config(problem)
         variants.append(table_gradients_variant(problem, config, of_tables))
-    ahead.begin(variants)
+    ahead.begin(variants, later=later)
 
 
 def _bits_of(slices: AttnSlices | None, problem: AttnProblem) -> Tensor | None:

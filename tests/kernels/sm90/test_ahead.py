@@ -54,7 +54,7 @@ def asked(monkeypatch):
         launch=lambda *_: None,
         encode=lambda tensor_map, address: idle_driver.address_map(address),
     )
-    monkeypatch.setattr(ahead, "begin", begun.extend)
+    monkeypatch.setattr(ahead, "begin", lambda variants, *, later=False: begun.extend(variants))
     monkeypatch.setattr(_compat, "is_in_use", lambda device: True)
     kernel = PlanningKernel()
     monkeypatch.setattr(
@@ -232,7 +232,9 @@ def test_a_compiled_graph_on_a_gpu(monkeypatch, has_score):
     """What its calls load has been begun before; of a head dimension that no other test has."""
     begun, loaded = [], []
     begin, cubin_of = ahead.begin, driver.cubin_of
-    monkeypatch.setattr(ahead, "begin", lambda variants: begin(begun.extend(variants) or begun))
+    monkeypatch.setattr(
+        ahead, "begin", lambda variants, **rest: begin(begun.extend(variants) or begun, **rest)
+    )
     monkeypatch.setattr(
         driver, "cubin_of", lambda variant: loaded.append(variant) or cubin_of(variant)
     )

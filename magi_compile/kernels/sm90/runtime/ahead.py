@@ -1,7 +1,8 @@
 """Each kernel is compiled once in a process: ahead, in a few threads, or in the thread that needs it.
 
-    begin([variant, ...])   ->   threads compile, while a graph is traced and Inductor works
-    cubin_of(variant)       ->   what a thread has made, or is making; else compiled here
+    begin([variant, ...])               ->   threads compile, while a graph is traced and Inductor works
+    begin([variant, ...], later=True)   ->   one thread does so, one after another, when all of these are made
+    cubin_of(variant)                   ->   what a thread has made, or is making; else compiled here
 
 NVRTC works without Python's lock, so threads run at the same time. They need no GPU: the caller loads the cubin.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -32,18 +32,33 @@ class Compilations:
     def __init__(self) -> None:
         self._changes = threading.Condition()
         self._known: dict[Variant, Cubin] = {}
-        self._queue: deque[Variant] = deque()
+        self._queue: dict[Variant, None] = {}  # in order
+        self._later: dict[Variant, None] = {}  # what nothing needs yet
+        self._is_at_later = False  # a thread compiles one of these
         self._num_threads = 0
         self._num_running = 0  # in NVRTC, of any thread
         self._num_forks = 0
 
-    def begin(self, variants: Iterable[Variant]) -> None:
-        """Has threads compile what nobody has begun."""
+    def begin(self, variants: Iterable[Variant], *, later: bool = False) -> None:
+        """Has threads compile what nobody has begun.
+
+        Args:
+            variants: the kernels.
+            later: nothing needs them yet, so one thread compiles them when no other has anything to do. What is begun
+                without it waits for none of them.
+        """
         with self._changes:
-            new = [variant for variant in dict.fromkeys(variants) if variant not in self._known]
+            asked = dict.fromkeys(variants)
+            new = dict.fromkeys(variant for variant in asked if variant not in self._known)
             self._known |= {variant: Future() for variant in new}
-            self._queue += new
-            most = min(MOST_THREADS, os.cpu_count() or 1)
+            if later:
+                self._later |= new
+                most = 1
+            else:
+                new |= dict.fromkeys(variant for variant in asked if variant in self._later)
+                self._later = {variant: None for variant in self._later if variant not in new}
+                self._queue |= new
+                most = min(MOST_THREADS, os.cpu_count() or 1) + self._is_at_later
             for _ in range(min(len(new), most - self._num_threads)):
                 try:
                     threading.Thread(target=self._work, name="magi_compile").start()
@@ -55,14 +70,21 @@ class Compilations:
         """Compiles what waits, until nothing does. The end of the process waits for what runs, and for no more."""
         while True:
             with self._changes:
-                if not self._queue or not threading.main_thread().is_alive():
+                is_later = not self._queue and self._num_threads == 1
+                waiting = self._later if is_later else self._queue
+                if not waiting or not threading.main_thread().is_alive():
                     self._num_threads -= 1
                     return
-                variant = self._queue.popleft()
+                variant = next(iter(waiting))
+                del waiting[variant]
+                self._is_at_later |= is_later
                 cubin = self._known.get(variant)
                 is_ours = cubin is not None and _take(cubin)
             if is_ours and cubin is not None:
                 self._compile(variant, cubin)
+            if is_later:
+                with self._changes:
+                    self._is_at_later = False
 
     def cubin_of(self, variant: Variant) -> bytes:
         """Waits for the thread that has begun to compile, else compiles here.
@@ -128,6 +150,8 @@ class Compilations:
         """Goes on without threads, and without what they were to do."""
         self._known = {variant: cubin for variant, cubin in self._known.items() if cubin.done()}
         self._queue.clear()
+        self._later.clear()
+        self._is_at_later = False
         self._num_threads = 0
         self.after_fork()
 
@@ -147,7 +171,8 @@ os.register_at_fork(
 cubin_of = _compilations.cubin_of
 
 
-def begin(variants: Iterable[Variant]) -> None:
-    """Begins to compile kernels that later calls will launch, and the launcher."""
+def begin(variants: Iterable[Variant], *, later: bool = False) -> None:
+    """Begins to compile kernels that calls will launch, and the launcher; `later` as in
+    `Compilations.begin`."""
     launcher_build.begin()
-    _compilations.begin(variants)
+    _compilations.begin(variants, later=later)

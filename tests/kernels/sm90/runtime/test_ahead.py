@@ -77,6 +77,49 @@ def test_what_waits_for_a_thread_is_compiled_by_who_needs_it(compiler, compilati
     assert set(compiler.asked) == set(VARIANTS)
 
 
+def test_what_nothing_needs_yet_waits_for_everything_else(compiler, compilations, monkeypatch):
+    """One at a time, and not even that one holds up others."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    siblings, needed, sibling_needed = VARIANTS[:4], VARIANTS[4:], VARIANTS[3]
+    compilations.begin(siblings, later=True)
+    until(lambda: compiler.asked)
+    compilations.begin(needed)
+    compilations.begin([sibling_needed])
+    until(lambda: len(compiler.asked) == 3)
+    assert set(compiler.asked) == {siblings[0], *needed[:2]}
+    compiler.opened.set()
+    until(lambda: len(compiler.asked) == len(VARIANTS))
+    assert compiler.asked[-2:] == siblings[1:3]
+    assert {x.entry for x in VARIANTS} == {compilations.cubin_of(x).decode() for x in VARIANTS}
+
+
+@pytest.mark.parametrize("is_needed_first", [False, True])
+def test_one_thread_compiles_what_nothing_needs_yet(compiler, compilations, is_needed_first):
+    needed = VARIANTS[:1] if is_needed_first else []
+    compilations.begin(needed)
+    compilations.begin(VARIANTS[1:6], later=True)
+    compilations.begin(VARIANTS[6:], later=True)
+    until(lambda: compiler.asked)
+    time.sleep(0.05)
+    assert len(compiler.asked) == 1
+    compiler.opened.set()
+    until(lambda: len(compiler.asked) == len([*needed, *VARIANTS[1:]]))
+    assert compiler.asked == [*needed, *VARIANTS[1:]]
+    assert len(set(compiler.threads)) == 1
+
+
+def test_a_call_does_not_wait_for_what_nothing_needs_yet(compiler, compilations):
+    compilations.begin(VARIANTS[:3], later=True)
+    until(lambda: compiler.asked)
+    needs = threading.Thread(target=lambda: compilations.cubin_of(VARIANTS[2]))
+    needs.start()
+    until(lambda: needs in compiler.threads)
+    compiler.opened.set()
+    needs.join()
+    until(lambda: len(compiler.asked) == 3)
+    assert sorted(compiler.asked, key=VARIANTS.index) == VARIANTS[:3]
+
+
 @pytest.mark.parametrize("begins", [False, True])
 def test_many_threads_ask_at_once(compiler, compilations, begins):
     found = []
