@@ -14,7 +14,14 @@ from magi_compile._compat.aten import (
     types_of_ops,
     version_of,
 )
-from magi_compile._compat.cuda import is_capturing, is_in_use, raw_stream, spin_gpu
+from magi_compile._compat.cuda import (
+    current_stream,
+    is_capturing,
+    is_in_use,
+    on_stream,
+    raw_stream,
+    spin_gpu,
+)
 from magi_compile._compat.distributed import (
     PERMUTED_TOKENS,
     block_mask_of_torch_rank,

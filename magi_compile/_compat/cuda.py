@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
+
+_MOST_STREAMS = 256
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def is_in_use(device: torch.device) -> bool:
@@ -13,6 +18,40 @@ def is_in_use(device: torch.device) -> bool:
 def raw_stream(device_index: int) -> int:
     """The current CUDA stream of a device as a number, without the object that torch.cuda.current_stream makes."""
     return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch.cuda.current_stream in a tenth of its time: the same object each time."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    stream = _streams.get(key)
+    if stream is None:
+        if len(_streams) >= _MOST_STREAMS:
+            _streams.clear()
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
+
+
+class _OnStream:
+    """Of the current device."""
+
+    __slots__ = ("_outer", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._outer = current_stream(self._stream.device)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._outer)
+
+
+def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+    """torch.cuda.stream, in a tenth of its time where the stream is of the current device."""
+    is_here = stream.device_index == torch.cuda.current_device()
+    return _OnStream(stream) if is_here else torch.cuda.stream(stream)
 
 
 def is_capturing() -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
+
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """`x` on `device`, in the order of the current stream.
@@ -36,7 +38,7 @@ class Streams:
         reads `tensors`. A capture need not: it begins when all streams of the device have ended."""
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
-        current, last = torch.cuda.current_stream(device), self._last.get(device)
+        current, last = _compat.current_stream(device), self._last.get(device)
         if last is not None and last != current:
             current.wait_stream(last)
             for x in tensors:

@@ -274,7 +274,7 @@ def test_a_pass_that_raises_midway(monkeypatch, can_record):
     scene, gpu, group = Scene(), Gpu(), Group()
     if not can_record:
         gpu.record_event = lambda: 1 / 0
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+    monkeypatch.setattr(_compat, "current_stream", lambda device: gpu)
     monkeypatch.setattr(watch, "is_recorded", lambda device: False)
     monkeypatch.setattr(watch, "_watch", Watch())
     monkeypatch.setattr(watch, "_passes", {group: scene.passes})
@@ -430,7 +430,7 @@ def test_a_watch_that_fails_says_so_and_keeps_no_events(monkeypatch, caplog):
     watcher, stream = Watch(prepare), Gpu()
     group = torch.distributed.HashStore()  # anything that can be referred to
     passes = Passes("cp", 0, lambda: TIMEOUT, Scene(), lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(_compat, "current_stream", lambda device: stream)
     monkeypatch.setattr(watch, "is_recorded", lambda device: False)
     monkeypatch.setattr(watch, "_watch", watcher)
     monkeypatch.setattr(watch, "_passes", {group: passes})
@@ -476,7 +476,7 @@ class Group:
 def test_groups_that_nobody_waits_for_are_not_released(monkeypatch):
     """Their next uses would begin early, and nothing would say so."""
     released, cp, gradients, other = [], Group(), Group(), Group()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu())
+    monkeypatch.setattr(_compat, "current_stream", lambda device: Gpu())
     monkeypatch.setattr(watch, "is_recorded", lambda device: False)
     monkeypatch.setattr(watch, "_watch", Watch())
     monkeypatch.setattr(watch, "release", released.append)
@@ -508,7 +508,7 @@ class Gpu:
 def wait_for_a_rank(group, how, can_be_released, path):
     """Rank 1 takes part in one pass and then ends or stops; rank 0 waits for it."""
     patch, gpu, device = pytest.MonkeyPatch(), Gpu(), torch.device("cuda")
-    patch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+    patch.setattr(_compat, "current_stream", lambda device: gpu)
     patch.setattr(watch, "is_recorded", lambda device: False)
     patch.setattr(watch, "_watch", Watch())
     patch.setattr(watch, "release", lambda group: gpu.is_free.set() if can_be_released else None)

@@ -382,7 +382,7 @@ class _Watched:
             self.passes.ended(self.begun)
             return
         try:
-            event = torch.cuda.current_stream(self.device).record_event()
+            event = _compat.current_stream(self.device).record_event()
         except BaseException:
             self.passes.ended(self.begun)
             if kind is None:

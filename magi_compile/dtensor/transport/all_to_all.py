@@ -224,10 +224,10 @@ class Exchange:
             return
         _refuse_expandable_segments(packed, self.arriving)
         self._side = _side_stream(group, packed.device)
-        current, stream = torch.cuda.current_stream(packed.device), self._side.stream
+        current, stream = _compat.current_stream(packed.device), self._side.stream
         stream.wait_stream(current)
         reached = stream.record_event()
-        with torch.cuda.stream(stream):
+        with _compat.on_stream(stream):
             dist.all_to_all_single(incoming, outgoing, recv, send, group)
         self._done = stream.record_event()
         # Behind another exchange it cannot go first, and that one is not to be waited for.
@@ -242,7 +242,7 @@ class Exchange:
 
     def wait(self) -> Tensor:
         if self.arriving.is_cuda:
-            torch.cuda.current_stream(self.arriving.device).wait_event(self._done)
+            _compat.current_stream(self.arriving.device).wait_event(self._done)
             self._side.pending.discard(self)
         else:
             self._work.wait()

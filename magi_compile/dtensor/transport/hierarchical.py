@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.dtensor.transport import rows
 from magi_compile.dtensor.transport.all_to_all import SMS, AllToAll, Exchange, Order
 from magi_compile.dtensor.transport.collectives import PendingCast, PendingReduce, Route
@@ -139,7 +140,7 @@ class _Behind:
         self._rest = (packed, send, recv, group, arriving)
         self._second: Exchange | None = None
         if like.is_cuda:
-            with torch.cuda.stream(first.stream):
+            with _compat.on_stream(first.stream):
                 self._second = self._start()
 
     def _start(self) -> Exchange:

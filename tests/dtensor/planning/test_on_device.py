@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from magi_compile import _compat
 from magi_compile.dtensor import on_device, plan_ahead
 from magi_compile.dtensor.call.execution import unpack
 from magi_compile.dtensor.on_device import Streams, to_device
@@ -40,7 +41,7 @@ def use(monkeypatch):
 
     def of_stream(streams, stream, *tensors, device=GPU, is_captured=False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(_compat, "current_stream", lambda device: stream)
         streams.enter(device, *tensors)
 
     return of_stream

@@ -62,7 +62,7 @@ def idle_hopper(
         for module, name in ((split_kv, "_size"), (tile_plan, "size_of_splits")):
             patch.setattr(module, name, lambda *of_plan: sizes(*of_plan[:-1], device=gpu))
         patch.setattr(overlap, "_stream", lambda device: on_cpus.Stream())
-        patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        patch.setattr(_compat, "on_stream", lambda stream: nullcontext())
         patch.setitem(KERNELS, KERNEL, f"{__name__}:IdleHopper")
         patch.setitem(COLLECTIVES, "emulated", f"{on_cpus.__name__}:Emulated")
         yield

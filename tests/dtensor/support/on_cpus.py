@@ -100,7 +100,7 @@ def emulation():
     """Inside, `Emulated` works."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream())
-        patch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+        patch.setattr(_compat, "current_stream", lambda *_: Stream())
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from magi_compile import _compat
 from magi_compile.dtensor.transport import all_to_all
 from magi_compile.dtensor.transport.all_to_all import Exchange
 from magi_compile.dtensor.transport.hierarchical import _Behind
@@ -62,7 +63,9 @@ def streams(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", make)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: active[-1])
+    monkeypatch.setattr(_compat, "current_stream", lambda device=None: active[-1])
     monkeypatch.setattr(torch.cuda, "stream", using)
+    monkeypatch.setattr(_compat, "on_stream", using)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     monkeypatch.setattr(all_to_all, "_side_streams", type(all_to_all._side_streams)())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.dtensor.transport import rows
 from magi_compile.dtensor.transport.all_to_all import Order
 from magi_compile.dtensor.transport.collectives import Route
@@ -43,7 +44,7 @@ class NativeCollective:
             return
         first, widths = tensors[0], rows.widths(tensors)
         window = self._window("casts", group, first.device)
-        current = torch.cuda.current_stream(first.device)
+        current = _compat.current_stream(first.device)
         slot = _publish(window, tensors, widths, current)
         orders = [route.derive(_CastOrder, group.rank(), group.size()) for route in routes]
         received = [route.num_received for route in routes]
@@ -70,7 +71,7 @@ class NativeCollective:
     ) -> list[Tensor]:
         room = route.derive(_ReduceOrder, group.rank(), group.size()).room(like)
         window = self._window("reduces", group, like[0].device)
-        current = torch.cuda.current_stream(like[0].device)
+        current = _compat.current_stream(like[0].device)
         return room.in_slot(window.next_slot(room.num_bytes, current))
 
     def start_reduce(
@@ -79,7 +80,7 @@ class NativeCollective:
         order = route.derive(_ReduceOrder, group.rank(), group.size())
         room = order.room(tensors)
         window = self._window("reduces", group, tensors[0].device)
-        current = torch.cuda.current_stream(tensors[0].device)
+        current = _compat.current_stream(tensors[0].device)
         slot = window.next_slot(room.num_bytes, current)
         for x, part in zip(tensors, room.in_slot(slot), strict=True):
             if x is not part:
@@ -123,7 +124,7 @@ def _pull(
     if engine == SMS:
         # Both are ready from here on, and `stream` has priority. Attention that came first would take all SMs and keep
         # these few out until it ends.
-        torch.cuda.current_stream(slot.memory.device).wait_event(met)
+        _compat.current_stream(slot.memory.device).wait_event(met)
 
 
 class _WindowCast:
@@ -133,7 +134,7 @@ class _WindowCast:
         self.buffers, self._window, self._done = buffers, window, done
 
     def wait(self) -> list[Tensor]:
-        self._window.wait(self._done, torch.cuda.current_stream(self.buffers[0].device))
+        self._window.wait(self._done, _compat.current_stream(self.buffers[0].device))
         return self.buffers
 
 
@@ -151,7 +152,7 @@ class _WindowReduce:
 
     def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
         sums = self._order.sums(len(outs[0]))  # made while rows travel
-        self._window.wait(self._done, torch.cuda.current_stream(outs[0].device))
+        self._window.wait(self._done, _compat.current_stream(outs[0].device))
         sums.write(outs, prior, self._tensors, self._arrived)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.dtensor.on_device import to_device
 from magi_compile.dtensor.transport.collectives import derived
 from magi_compile.dtensor.transport.native import stream_ops
@@ -56,7 +57,7 @@ class Pulls:
         is_long = self.num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._ranges_in_turn)
         engine = chosen or (COPY_ENGINE if is_long else SMS)
         if engine == SMS and stream is not None and self.num_rows and "places" not in vars(self):
-            with torch.cuda.stream(stream):
+            with _compat.on_stream(stream):
                 _ = self.places
         return engine
 
@@ -77,7 +78,7 @@ class Pulls:
             if sizes:
                 stream_ops.copy(where, sources, sizes, stream)
             return
-        with torch.cuda.stream(stream):
+        with _compat.on_stream(stream):
             for offset, target in targets:
                 if target.shape[1]:
                     _kernel().pull(target, self.places, slot.device_addresses, offset)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.heuristics import forward_config, plan_tiles
 from magi_compile.kernels.plan import PlanTiles, check_tiles
@@ -185,7 +186,7 @@ class EarlyForward:
             k, v, *remote = local_and_remote
             self._stream = current_stream(q.device)
             self._made = allocate(self._call.made, q.device, self._stream)
-            self._here, self._beside = torch.cuda.current_stream(q.device), _stream(q.device)
+            self._here, self._beside = _compat.current_stream(q.device), _stream(q.device)
         given = (q, k, v, plan.remote_tiles, plan.runs, plan.edges, *remote, None, max_scores)
         walk = (plan.remote_splits, plan.local_tiles, plan.split_tiles)
         self._held = (*given, *self._made, *walk)  # until all of it is enqueued
@@ -199,7 +200,7 @@ class EarlyForward:
 
     def beside(self) -> AbstractContextManager[object]:
         """Makes the other stream the current one."""
-        return torch.cuda.stream(self._beside)
+        return _compat.on_stream(self._beside)
 
     def main(self) -> None:
         """Launches the kernel behind the arrival."""

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from magi_compile import _compat
 from magi_compile.kernels.base import new_max_scores
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.sm90.forward import launch as module
@@ -177,8 +178,8 @@ def run_early(compiled, monkeypatch):
     `first_behind` on begin behind that; `timing` other than 0 is a random one."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(early, "_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(_compat, "current_stream", lambda device: stream)
+    monkeypatch.setattr(_compat, "on_stream", lambda stream: nullcontext())
 
     def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
         tiles = plan_tiles(problem)

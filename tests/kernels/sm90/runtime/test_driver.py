@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.sm90.forward import launch as module
@@ -107,8 +108,8 @@ def test_two_launches_of_one_output(launches, monkeypatch):
         for name in ("here", "beside")
     )
     monkeypatch.setattr(early, "_stream", lambda device: beside)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(order.append(stream)))
+    monkeypatch.setattr(_compat, "current_stream", lambda device: here)
+    monkeypatch.setattr(_compat, "on_stream", lambda stream: nullcontext(order.append(stream)))
     q, k, v = inputs()
     remote = [torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2)]
     slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
