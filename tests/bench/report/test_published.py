@@ -168,7 +168,7 @@ def test_a_report_has_the_picture_where_there_are_several_numbers_of_ranks():
 
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-FILES = [str(RESULTS / f"ranks_seeds_8k_h200x{n}_2026-11-28.jsonl") for n in (2, 4)]
+FILES = [str(RESULTS / f"ranks_seeds_8k_h200x{n}.jsonl") for n in ("2_2026-11-29", "4_2026-11-28")]
 
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="needs a checkout")
