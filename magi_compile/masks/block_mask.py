@@ -82,7 +82,8 @@ def create_block_mask(
         The BlockMask, with the lists of partial and of full blocks, both for rows and for keys.
 
     Raises:
-        TypeError: `mask_mod` is not a function, or returns neither a tensor nor a bool; `device` is none.
+        TypeError: `mask_mod` is not a function, or returns neither a bool nor a tensor of bools or integers;
+            `device` is none.
         UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, or is
             random.
         MaskDataError: the mask_mod looks up what a captured tensor does not have.

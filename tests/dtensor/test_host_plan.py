@@ -114,6 +114,25 @@ def test_wrong_arguments(given, error, message):
         plan(CAUSAL, **given)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mask_mod_of_floats(dtype):
+    """Such a mask is added to scores: read as truth values, 0 and -inf would show what they hide."""
+    message = f"`mask_mod` must return a bool tensor, got one of {dtype}"
+    with pytest.raises(TypeError, match=message):
+        plan(
+            lambda b, h, q, kv: torch.where(q >= kv, 0, -torch.inf).to(dtype),
+            ranks=(2, 0),
+            seqlen=S,
+        )
+
+
+def test_a_mask_mod_of_integers_is_one_for_all_heads():
+    host = plan(lambda b, h, q, kv: (q >= kv).int() * VISIBLE[q, kv], ranks=(2, 0), seqlen=S)
+    assert host.of_unknown == ""
+    host = plan(lambda b, h, q, kv: (q >= kv).int() * (h + 1), ranks=(2, 0), seqlen=S)
+    assert host.of_unknown == "h"
+
+
 def ahead(group):
     """On a thread, by the door of `plan`, with its errors."""
     futures = [plan_ahead(x, group, seqlen=S, options=OPTIONS) for x in (CAUSAL, scattered)]
