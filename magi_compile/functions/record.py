@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,15 +51,7 @@ def record(
     """
     recorder = _Recorder(device, what)
     symbols = [recorder.argument(name, example) for name, example in arguments.items()]
-    try:
-        inspect.signature(function).bind(*symbols)
-    except TypeError as error:
-        *first, last = arguments
-        raise TypeError(
-            f"`{what}` must be a function of {', '.join(first)} and {last}: {error}"
-        ) from None
-    except ValueError:  # of a builtin, which has no signature
-        pass
+    check_takes(function, arguments, what)
     with recorder:
         result = function(*symbols)
     recorder.graph.output(recorder.lower(result))
@@ -69,6 +61,19 @@ def record(
     return Recording(
         *(recorder.graph, recorder.captures, named, recorder.watched, values, recorder.has_read)
     )
+
+
+def check_takes(function: Callable[..., Any], names: Iterable[str], what: str) -> None:
+    """Raises TypeError if `function`, which errors call `what`, cannot be called with arguments of these `names`."""
+    *first, last = names
+    try:
+        inspect.signature(function).bind(*first, last)
+    except TypeError as error:
+        raise TypeError(
+            f"`{what}` must be a function of {', '.join(first)} and {last}: {error}"
+        ) from None
+    except ValueError:  # of a builtin, which has no signature
+        pass
 
 
 class _Symbol:

@@ -105,7 +105,13 @@ def test_checksum():
         ({"ranks": (2, 0), "mesh": "cp"}, ValueError, "`mesh` must be None where `ranks`"),
         ({"ranks": (2, 0), "keys": "cp"}, ValueError, "`keys` must be None where `ranks`"),
         ({"ranks": 2}, ValueError, "`ranks` must be a pair"),
-        ({"ranks": (2, 2)}, ValueError, r"`rank` must be in \[0, cp_size = 2\)"),
+        (
+            {"ranks": (2, 5)},
+            ValueError,
+            r"`ranks` must be \(cp_size, rank\) with a rank in \[0, .*got \(2, 5\)",
+        ),
+        ({"ranks": (2.0, 0)}, TypeError, r"`ranks` must be a pair of ints, .* got \(2.0, 0\)"),
+        ({"ranks": (10**30, 0)}, ValueError, "`ranks` must be"),
         ({}, TypeError, "`mesh` must be a DeviceMesh"),
     ],
 )

@@ -254,6 +254,7 @@ def test_something_else():
     ("sizes", "message"),
     [
         ({"H": True}, "`H` must be an int and at least 1, got True"),
+        ({"KV_LEN": 1 << 30}, r"`KV_LEN` must be below 2\*\*30, got 1073741824"),
         ({"BLOCK_SIZE": 1.5}, r"`BLOCK_SIZE` must be an int and at least 1, got \(1.5, 1.5\)"),
         ({"BLOCK_SIZE": (1, 2, 3)}, r"`BLOCK_SIZE` must be one number or two, got \(1, 2, 3\)"),
     ],
