@@ -26,7 +26,7 @@ from magi_compile.ops.dtensors import (
     share_of,
     shifted_score_mod,
 )
-from magi_compile.ops.validation import as_autocast, check_options, check_qkv
+from magi_compile.ops.validation import as_autocast, check_list, check_options, check_qkv
 
 
 def context_parallel_attention(
@@ -86,6 +86,7 @@ def context_parallel_attention(
         TypeError: if an argument is of another kind.
         NotImplementedError: if no kernel or no collective can run this.
     """
+    check_list("share", share)
     name = _name_of(group, "group")
     q, k, v = as_autocast(q, k, v)
     shards = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from magi_compile._checks import MaskCheck, first_of
+from magi_compile._checks import MaskCheck, MaskDataError, first_of
 from magi_compile.functions.names import name_of
 
 _OF_COLUMN = "what the mask_mod computes of rows or of keys must"
@@ -61,6 +61,16 @@ class Broken(NamedTuple):
 def is_needed(device: torch.device) -> bool:
     """True if PyTorch raises no error of its own there."""
     return device.type == "cuda"
+
+
+def is_of_data(error: Exception) -> bool:
+    """True if it is what PyTorch raises on a CPU of an index out of bounds or a division by zero."""
+    return isinstance(error, (IndexError, RuntimeError)) and any(
+        words in str(error) for words in _OF_DATA
+    )
+
+
+_OF_DATA = ("out of bounds", "out of range", "ZeroDivisionError")
 
 
 def guarded(
@@ -127,8 +137,9 @@ class _Guard(TorchFunctionMode):
             elif isinstance(item, int) and not isinstance(item, bool):
                 size = tensor.shape[dim]
                 if not -size <= item < size:
+                    name = self.names.get(id(tensor), "a captured tensor")
                     raise IndexError(
-                        f"index {item} is out of bounds for dimension {dim} with size {size}"
+                        f"index {item} is out of bounds for dimension {dim} of {name} with size {size}"
                     )
             dim += sizes[place]
         return tuple(items) if isinstance(index, (tuple, list)) else items[0]
@@ -152,15 +163,21 @@ class _Guard(TorchFunctionMode):
         """An index into a dimension, or into all entries, cut to those there are."""
         size = tensor.numel() if dim is None else tensor.shape[dim]
         least = -size if least is None else least
-        if not size or index.is_floating_point():
+        if index.is_floating_point():
             return index  # PyTorch refuses it by itself
+        name = self.names.get(id(tensor), "a captured tensor")
+        if not size and index.numel():
+            raise MaskDataError(
+                f"the mask_mod must look up tensors that have entries, {name} has shape {list(tensor.shape)}"
+            )
+        if not size:
+            return index
         index = index.long()
         is_outside = (index < least) | (index >= size)
         found = torch.where(is_outside, index, 0)
         if index.dim():  # at most one of both is not 0, if a single index is wrong
             low, high = found.amin(), found.amax()
             is_outside, found = is_outside.any(), torch.where(high > 0, high, low)
-        name = self.names.get(id(tensor), "a captured tensor")
         name = f"dimension {dim} of {name}" if dim is not None and tensor.dim() > 1 else name
         self.found.append(Broken(Index(name, least, size), is_outside, found))
         return index.clamp(least, size - 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,19 +48,12 @@ def record(
     """Calls `function` once, with symbols that stand for tensors on `device`: the graph of the call.
 
     `arguments` are its arguments by name, tensors without values, and `what` is the user's word for the function,
-    "mask_mod". Raises UnreadableError where it asks for the value of what it is called with.
+    "mask_mod". Raises UnreadableError where it asks for the value of what it is called with, TypeError where it
+    takes other arguments, and ValueError where it reads a DTensor.
     """
-    recorder = _Recorder(device, what)
+    recorder = _Recorder(device, what, function)
     symbols = [recorder.argument(name, example) for name, example in arguments.items()]
-    try:
-        inspect.signature(function).bind(*symbols)
-    except TypeError as error:
-        *first, last = arguments
-        raise TypeError(
-            f"`{what}` must be a function of {', '.join(first)} and {last}: {error}"
-        ) from None
-    except ValueError:  # of a builtin, which has no signature
-        pass
+    check_takes(function, arguments, what)
     with recorder:
         result = function(*symbols)
     recorder.graph.output(recorder.lower(result))
@@ -69,6 +63,35 @@ def record(
     return Recording(
         *(recorder.graph, recorder.captures, named, recorder.watched, values, recorder.has_read)
     )
+
+
+def check_takes(function: Callable[..., Any], names: Iterable[str], what: str) -> None:
+    """Raises TypeError if `function`, which errors call `what`, cannot be called with arguments of these `names`."""
+    *first, last = names
+    try:
+        inspect.signature(function).bind(*first, last)
+    except TypeError as error:
+        raise TypeError(
+            f"`{what}` must be a function of {', '.join(first)} and {last}: {error}"
+        ) from None
+    except ValueError:  # of a builtin, which has no signature
+        pass
+
+
+def _refuse_dtensor(x: Tensor, function: Callable[..., Any], what: str) -> None:
+    """Raises ValueError for a DTensor, of which the indices of a score would look up this rank's part."""
+    dtensors = sys.modules.get("torch.distributed.tensor")
+    if dtensors is None or not isinstance(x, dtensors.DTensor):
+        return
+    name = Reached(function, what).names.get(id(x), "x")
+    instead = f"capture the whole tensor, {name}.full_tensor()"
+    if what == "score_mod":
+        instead = (
+            f"capture the whole tensor, {name}.full_tensor(grad_placements=[...]), with Partial() for each dimension "
+            "of its mesh that shards q, so that gradients add up, and Replicate() for others"
+        )
+    # No TypeError, which PyTorch makes another one of, of operands, inside of an operator's method.
+    raise ValueError(f"`{what}` must capture no DTensor, got `{name}`; {instead}")
 
 
 class _Symbol:
@@ -161,10 +184,11 @@ for _name in ("item", "tolist"):
 class _Recorder(TorchFunctionMode):
     """Writes down the operations of a function. What is computed from captured tensors alone is computed as well."""
 
-    def __init__(self, device: torch.device, what: str) -> None:
+    def __init__(self, device: torch.device, what: str, function: Callable[..., Any]) -> None:
         super().__init__()
         self.device = device
         self.what = what
+        self.function = function
         self.graph = torch.fx.Graph()
         self.captures: list[Tensor] = []
         self.watched: list[Tensor] = []
@@ -261,6 +285,8 @@ class _Recorder(TorchFunctionMode):
 
     def node_of(self, tensor: Tensor) -> torch.fx.Node:
         if id(tensor) not in self.nodes:
+            if type(tensor) is not Tensor:
+                _refuse_dtensor(tensor, self.function, self.what)
             last = next(n for n in reversed(self.graph.nodes) if n.op == "placeholder")
             with self.graph.inserting_after(last):
                 self.keep(tensor, self.graph.placeholder(f"t{len(self.captures)}"))

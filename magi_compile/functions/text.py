@@ -28,6 +28,7 @@ from magi_compile import _compat
 from magi_compile._checks import require
 from magi_compile.functions import guards
 from magi_compile.functions.names import INDICES, SIGNS, name_of
+from magi_compile.functions.reached import Reached
 
 # Of torch.isin: memory for each row.
 MAX_SOUGHT = 1024
@@ -123,22 +124,27 @@ def column(
     captures: Mapping[str, Any],
     sizes: Mapping[str, int],
     device: torch.device,
+    titles: Sequence[str] = (),
 ) -> Tensor:
-    """A function's values for all of the b, h, q and kv that it takes: `[sizes[name] for name in them]`."""
+    """A function's values for all of the b, h, q and kv that it takes: `[sizes[name] for name in them]`.
+    `titles` are the user's names of t0, t1, ..."""
     names = [name for name in parameters(function) if name in INDICES]
     shape = [sizes[name] for name in names]
     grid = [torch.arange(size, device=device) for size in shape]
     if len(grid) > 1:
         grid = [x.flatten() for x in torch.meshgrid(*grid, indexing="ij")]
-    values = at_points(function, dict(zip(names, grid, strict=True)), captures)
+    values = at_points(function, dict(zip(names, grid, strict=True)), captures, titles)
     return values.reshape(shape) if names else values
 
 
 def at_points(
-    function: Callable[..., Any], points: Mapping[str, Tensor], captures: Mapping[str, Any]
+    function: Callable[..., Any],
+    points: Mapping[str, Tensor],
+    captures: Mapping[str, Any],
+    titles: Sequence[str] = (),
 ) -> Tensor:
     """A function's values at points, each given by as many entries of the tensors `points [n]`;
-    as it is where it takes none."""
+    as it is where it takes none. `titles` are the user's names of t0, t1, ..."""
     names = parameters(function)
     moving = [name for name in names if name in INDICES]
 
@@ -153,7 +159,7 @@ def at_points(
             return torch.vmap(of_point)(*(points[name] for name in moving))
 
     def guarded() -> Any:
-        noting, known = guards.guarded(of_point, names_by_id(captures))
+        noting, known = guards.guarded(of_point, names_by_id(captures, titles))
         given, found = compute(noting)
         if not _compat.is_fake(given):  # which has no values that could break a check
             require(guards.checks(known, found))
@@ -217,19 +223,33 @@ def on_grids(
     names: Mapping[int, str] | None = None,
 ) -> Shown:
     """Evaluates a mask_mod on grids of queries and keys: of the batch entry `b` and the head `h` of each, `[n]`, its
-    queries `q [n, rows]` and its keys `kv [n, keys]`. `names` are those of captured tensors, by their ids."""
-    known = None
-    mask_mod = _of_truth_values(mask_mod)
-    if guards.is_needed(b.device):
-        mask_mod, known = guards.guarded(mask_mod, names or {})
-    of_row = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
-    of_grid = torch.vmap(of_row, in_dims=(None, None, 0, None))
-    with torch.no_grad():
-        given = torch.vmap(of_grid)(*(x.clone() for x in (b, h, q, kv)))  # a mask_mod may write
-    if known is None:
-        return Shown(given, [])
-    shown, found = given
+    queries `q [n, rows]` and its keys `kv [n, keys]`. `names` are those of captured tensors, by their ids; None stands
+    for what the mask_mod calls them."""
+    of_point = _of_truth_values(mask_mod)
+
+    def compute(of_point: Callable[..., Any]) -> Any:
+        of_row = torch.vmap(of_point, in_dims=(None, None, None, 0))
+        of_grid = torch.vmap(of_row, in_dims=(None, None, 0, None))
+        with torch.no_grad():
+            return torch.vmap(of_grid)(*(x.clone() for x in (b, h, q, kv)))  # a mask_mod may write
+
+    if not guards.is_needed(b.device):
+        try:
+            return Shown(compute(of_point), [])
+        except (IndexError, RuntimeError) as error:  # of PyTorch's, which names no tensor
+            if not guards.is_of_data(error):
+                raise
+    if names is None:
+        names = Reached(mask_mod, "mask_mod").names
+    noting, known = guards.guarded(of_point, names)
+    shown, found = compute(noting)
     return Shown(shown, guards.paired(known, found))
+
+
+def may_be_truth(shown: Tensor) -> bool:
+    """True of bools, and of integers, which show where they are not 0. By that rule a mask of floats that is added to
+    scores, 0 and -inf, would show what it hides."""
+    return not (shown.is_floating_point() or shown.is_complex())
 
 
 def _of_truth_values(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,6 +262,10 @@ def _of_truth_values(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(shown, Tensor):
             found = "None" if shown is None else f"a {type(shown).__name__}"
             raise TypeError(f"`mask_mod` must return a bool tensor, got {found}")
+        if not may_be_truth(shown):
+            raise TypeError(
+                f"`mask_mod` must return a bool tensor, got one of {shown.dtype}; return the condition itself"
+            )
         if shown.dim():
             raise ValueError(
                 f"`mask_mod` must return one value for a query and a key, got a tensor of shape {list(shown.shape)}"

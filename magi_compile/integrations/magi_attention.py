@@ -19,14 +19,17 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from magi_compile import _compat
 from magi_compile.dtensor import ContextParallelOptions, SequencePlan, plan
+from magi_compile.dtensor.sequence.make_plan import group_of
 from magi_compile.integrations.flex_flash_attn import AttnForwardMeta as AttnForwardMeta
 from magi_compile.integrations.flex_flash_attn import AttnMaskType as AttnMaskType
 from magi_compile.integrations.flex_flash_attn import AttnRanges as AttnRanges
+from magi_compile.integrations.flex_flash_attn import check_scores, named, one_sink, slices_of
 from magi_compile.integrations.flex_flash_attn import flex_flash_attn_func as flex_flash_attn_func
-from magi_compile.integrations.flex_flash_attn import one_sink, slices_of
 from magi_compile.integrations.magi_attention_helpers import (
-    INSTEAD,
-    OPTIONS,
+    Dispatch,
+    Undispatch,
+    refuse_name,
+    require_key,
     require_self_attention,
 )
 from magi_compile.integrations.magi_attention_helpers import apply_padding as apply_padding
@@ -44,24 +47,20 @@ from magi_compile.integrations.magi_attention_helpers import pad_at_dim as pad_a
 from magi_compile.integrations.magi_attention_helpers import squash_batch_dim as squash_batch_dim
 from magi_compile.integrations.magi_attention_helpers import unpad_at_dim as unpad_at_dim
 from magi_compile.masks import AttnSlices
+from magi_compile.masks.arguments import check_count, check_flag, is_int
 
 DistAttnRuntimeKey: TypeAlias = SequencePlan
 
 _recent: dict[str, SequencePlan] = {}  # of each process group, by its name
+_LENGTHS = {"seqlen_q": "total_seqlen_q", "seqlen_k": "total_seqlen_k"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in INSTEAD:
-        raise ImportError(f"`{name}` of MagiAttention has no counterpart: {INSTEAD[name]}")
-    for part, ours in OPTIONS.items():
-        if part in name:
-            raise ImportError(
-                f"`{name}` of MagiAttention has no counterpart; pass ContextParallelOptions of "
-                f"magi_compile.dtensor as `dist_attn_config`: {ours}"
-            )
+    refuse_name(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@named(mask_types="attn_mask_type", mesh="cp_group_or_mesh", **_LENGTHS)
 def magi_attn_flex_key(
     q_ranges: Any,
     k_ranges: Any,
@@ -86,12 +85,20 @@ def magi_attn_flex_key(
     cut to an eighth of a rank's tokens. Raises TypeError or ValueError where arguments do not fit or slices overlap,
     and NotImplementedError for cross attention and meshes of two dimensions.
     """
-    flags = (is_same_source, is_q_permutable, is_k_permutable)
-    require_self_attention(all(flags) and total_seqlen_q == total_seqlen_k)
+    flags = [is_same_source, is_q_permutable, is_k_permutable]
+    for name, flag in zip(
+        ("is_same_source", "is_q_permutable", "is_k_permutable"), flags, strict=True
+    ):
+        check_flag(name, flag)
+        require_self_attention(flag, f"`{name}` than True")
     slices = slices_of(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
+    require_self_attention(
+        slices.seqlen_q == slices.seqlen_k, "`total_seqlen_k` than `total_seqlen_q`"
+    )
     return _key(slices, cp_group_or_mesh, dist_attn_config, chunk_size)
 
 
+@named(mesh="cp_group_or_mesh", window="window_size")
 def magi_attn_varlen_key(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
@@ -108,10 +115,11 @@ def magi_attn_varlen_key(
     """`magi_attn_flex_key` of documents: their borders `[num_documents + 1]`, and a window `(left, right)` of keys."""
     borders = cu_seqlens_q, cu_seqlens_k
     slices = AttnSlices.from_cu_seqlens(*borders, causal=causal, window=window_size)
-    require_self_attention(slices.seqlen_q == slices.seqlen_k)
+    require_self_attention(slices.seqlen_q == slices.seqlen_k, "`cu_seqlens_k` than `cu_seqlens_q`")
     return _key(slices, cp_group_or_mesh, dist_attn_config, chunk_size)
 
 
+@named(mask_types="attn_mask_type")
 def make_flex_key_for_new_mask_after_dispatch(
     q_ranges: Any,
     k_ranges: Any,
@@ -123,11 +131,13 @@ def make_flex_key_for_new_mask_after_dispatch(
     dist_attn_config: ContextParallelOptions | None = None,
 ) -> SequencePlan:
     """The key of another mask for tokens that `key_for_dispatch` has placed. `plan(masks=...)` places them for all."""
+    require_key("key_for_dispatch", key_for_dispatch)
     total = key_for_dispatch.total
     slices = slices_of(q_ranges, k_ranges, attn_mask_type, total, total)
     return _key(slices, key_for_dispatch, dist_attn_config)
 
 
+@named(window="window_size")
 def make_varlen_key_for_new_mask_after_dispatch(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
@@ -137,6 +147,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
     dist_attn_config: ContextParallelOptions | None = None,
 ) -> SequencePlan:
     """`make_flex_key_for_new_mask_after_dispatch` of documents."""
+    require_key("key_for_dispatch", key_for_dispatch)
     borders = cu_seqlens_q, cu_seqlens_k
     slices = AttnSlices.from_cu_seqlens(*borders, causal=causal, window=window_size)
     return _key(slices, key_for_dispatch, dist_attn_config)
@@ -157,11 +168,12 @@ def _key(slices: AttnSlices, where: Any, given: Any, chunk_size: int | None = No
             f"`cp_group_or_mesh` must have one dimension, got {where.ndim}; pass a process group of all its ranks"
         )
     if chunk_size is not None:
+        check_count("chunk_size", chunk_size, 1)
         if options.chunk_size not in (None, chunk_size):
             raise ValueError(
                 f"`chunk_size` must be that of `dist_attn_config`, {options.chunk_size}, got {chunk_size}"
             )
-        most = -(-slices.seqlen_q // (8 * where.size()))
+        most = -(-slices.seqlen_q // (8 * group_of(where).size()))
         options = replace(options, chunk_size=min(chunk_size, most))
     key = plan(slices, where, options=options, permutation=tokens)
     _recent[key.group_name] = key
@@ -170,38 +182,17 @@ def _key(slices: AttnSlices, where: Any, given: Any, chunk_size: int | None = No
 
 def get_most_recent_key(cp_group: dist.ProcessGroup) -> SequencePlan:
     """The last key that was made for a group; ValueError where there is none."""
-    if cp_group.group_name not in _recent:
-        raise ValueError(f"`cp_group` must have had a key, got {cp_group.group_name!r}")
-    return _recent[cp_group.group_name]
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, key: SequencePlan, padding: float) -> Tensor:
-        ctx.key = key
-        return key.shard(x, 0, padding=padding)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.key.unshard(gradient, 0), None, None
-
-
-class _Undispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, key: SequencePlan, is_partial: bool) -> Tensor:
-        ctx.key, ctx.is_partial = key, is_partial
-        return key.unshard(x, 0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        whole = ctx.key.sum(gradient) if ctx.is_partial else gradient
-        return ctx.key.shard(whole, 0), None, None
+    name = getattr(cp_group, "group_name", cp_group)
+    if not isinstance(name, str) or name not in _recent:
+        raise ValueError(f"`cp_group` must be a process group that has had a key, got {name!r}")
+    return _recent[name]
 
 
 def dispatch(x: Tensor, key: SequencePlan, pad_value: float = 0.0) -> Tensor:
     """This rank's tokens of `x`, `[total, ...]` -> `[seqlen_local, ...]`. All ranks call the backward together: the
     gradient of `x` is gathered from them, where `key.shard` leaves it this rank's part."""
-    out: Tensor = _Dispatch.apply(x, key, pad_value)
+    require_key("key", key)
+    out: Tensor = Dispatch.apply(x, key, pad_value)
     return out
 
 
@@ -209,7 +200,9 @@ def undispatch(x: Tensor, key: SequencePlan, is_partial_grad: bool = False) -> T
     """The whole sequence of all ranks' tokens, `[seqlen_local, ...]` -> `[total, ...]`; all call it together. The
     gradient of `x` is this rank's rows of that of the result, which ranks that compute the same loss have in common;
     with `is_partial_grad` it is summed over them before."""
-    out: Tensor = _Undispatch.apply(x, key, is_partial_grad)
+    require_key("key", key)
+    check_flag("is_partial_grad", is_partial_grad)
+    out: Tensor = Undispatch.apply(x, key, is_partial_grad)
     return out
 
 
@@ -225,6 +218,8 @@ def calc_attn(
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`key.attention` of `[seqlen_local, heads, head_dim]`, with arguments and results as in `flex_flash_attn_func`.
     All ranks call it together. The gradient of `sink` is this rank's part: sum it over them."""
+    require_key("key", key)
+    check_scores(softmax_scale, softcap, return_max_logits)
     out, rows = key.attention(
         *(q, k, v),
         scale=softmax_scale,
@@ -242,9 +237,13 @@ def calc_attn(
 
 def get_position_ids(key: SequencePlan) -> Tensor:
     """int64 `[seqlen_local]`: the place of each token in the sequence, 0 for padding."""
+    require_key("key", key)
     return key.positions
 
 
 def roll(x: Tensor, shift: int, dim: int, key: SequencePlan) -> Tensor:
     """This rank's part of `torch.roll` along the whole sequence, without its padding; differentiable."""
+    require_key("key", key)
+    if not is_int(shift):
+        raise TypeError(f"`shift` must be an int, got {shift!r}")
     return key.roll(x, shift, dim)

@@ -151,8 +151,8 @@ def call_of_varlen(given: dict[str, Any]) -> PackedCall | str:
     why = _refusal(q, k, v)
     if why:
         return why
-    left, right = given.get("window_size") or (-1, -1)
-    lists = _slices_of_lists(cu_q, cu_k, bool(given["is_causal"]), (left, right))
+    window = tuple(given.get("window_size") or (-1, -1))
+    lists = _slices_of_lists(cu_q, cu_k, bool(given["is_causal"]), window)
     for name, end, tokens in (("q", lists.seqlen_q, len(q)), ("k", lists.seqlen_k, len(k))):
         if end > tokens:
             raise ValueError(
@@ -228,15 +228,17 @@ _of_lists: Memo[AttnSlices] = Memo(256, AttnSlices.tensors)
 
 
 def _slices_of_lists(
-    cu_q: Tensor, cu_k: Tensor, is_causal: bool, window: tuple[int, int]
+    cu_q: Tensor, cu_k: Tensor, is_causal: bool, window: tuple[Any, ...]
 ) -> AttnSlices:
     """The slices of packed sequences; waits for a GPU when lists are new."""
 
     def make() -> Made:
         try:
-            return Made(AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window))
+            given: Any = window  # checked there
+            return Made(AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=given))
         except (TypeError, ValueError) as error:  # in the names of PyTorch's arguments
-            raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_")) from None
+            message = str(error).replace("cu_seqlens_", "cu_seq_")
+            raise type(error)(message.replace("`window`", "`window_size`")) from None
 
     return _of_lists.get((cu_q, cu_k), (is_causal, window), make, cu_q.device)
 

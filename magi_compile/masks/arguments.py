@@ -15,7 +15,7 @@ MAX_SEQLEN = 2**30
 
 def is_int(value: object) -> bool:
     """True if `value` is an integer of Python or NumPy; a bool is none."""
-    return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
+    return hasattr(type(value), "__index__") and not isinstance(value, (bool, Tensor))
 
 
 def check_flag(name: str, given: Any) -> None:
@@ -129,8 +129,8 @@ def read_window(window: tuple[int | None, int | None]) -> tuple[int | None, int 
 def check_range(begin: int, end: int, name: str, seqlen: int) -> None:
     """Raises for what is no range of a sequence of `seqlen` positions, which errors call `name`."""
     if not (is_int(begin) and is_int(end)):
-        raise TypeError(f"`begin, end` must be ints, got {begin!r}, {end!r}")
+        raise TypeError(f"`begin` and `end` must be ints, got {begin!r}, {end!r}")
     if not 0 <= begin <= end <= seqlen:
         raise ValueError(
-            f"`begin, end` must satisfy 0 <= begin <= end <= {name} = {seqlen}, got {begin}, {end}"
+            f"`begin` and `end` must satisfy 0 <= begin <= end <= {name} = {seqlen}, got {begin}, {end}"
         )

@@ -82,11 +82,12 @@ def create_block_mask(
         The BlockMask, with the lists of partial and of full blocks, both for rows and for keys.
 
     Raises:
-        TypeError: `mask_mod` is not a function, or returns neither a tensor nor a bool; `device` is none.
+        TypeError: `mask_mod` is not a function, or returns neither a bool nor a tensor of bools or integers;
+            `device` is none.
         UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, or is
             random.
         MaskDataError: the mask_mod looks up what a captured tensor does not have.
-        ValueError: a size is not a number above 0.
+        ValueError: a size is not a number above 0 and below 2**30.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -108,6 +109,8 @@ def create_block_mask(
         if not all(type(size) is int and size >= 1 for size in sizes):
             given = sizes[0] if len(sizes) == 1 else sizes
             raise ValueError(f"`{name}` must be an int and at least 1, got {given!r}")
+        if max(sizes) >= MAX_SEQLEN:
+            raise ValueError(f"`{name}` must be below 2**30, got {max(sizes)}")
     rows, keys = blocks
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"

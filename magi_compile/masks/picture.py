@@ -39,12 +39,16 @@ def plot(
         `ax`, or the new axes.
 
     Raises:
-        TypeError: `slices` is something else.
+        TypeError: `slices`, `ax` or `title` is something else.
         ImportError: matplotlib is missing.
     """
     if not isinstance(slices, AttnSlices):
         raise TypeError(f"`slices` must be AttnSlices, got {type(slices).__name__}")
     check_flag("legend", legend)
+    if ax is not None and not hasattr(ax, "add_patch"):
+        raise TypeError(f"`ax` must be Axes of matplotlib or None, got {type(ax).__name__}")
+    if not isinstance(title, (str, type(None))):
+        raise TypeError(f"`title` must be a text or None, got {type(title).__name__}")
     try:
         from matplotlib import pyplot
         from matplotlib.patches import Patch, Polygon

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from magi_compile.functions.record import check_takes
 from magi_compile.masks.arguments import check_count, check_flag
 from magi_compile.masks.evaluation.block_lists import BlockLists
 
@@ -150,8 +151,11 @@ def _check_numbers(
 def _scores(q: Tensor, k: Tensor, blocks: _BlockSizes, by: str | Scores) -> Tensor:
     """Those of blocks of queries with blocks of keys, fp32 `[batch, nheads_q, num_q, num_k]`."""
     if callable(by):
+        check_takes(by, ("q", "k"), "by")
         scores = by(q, k)
         shape = (*q.shape[:2], blocks.num_q, blocks.num_k)
+        if not isinstance(scores, Tensor):
+            raise TypeError(f"`by` must return a tensor, got {type(scores).__name__}")
         if scores.shape != shape:
             raise ValueError(
                 f"`by` must return scores of shape {list(shape)}, got {list(scores.shape)}"

@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from magi_compile.masks.arguments import check_device
+from magi_compile.masks.arguments import check_device, check_flag
 from magi_compile.masks.block_mask import create_block_mask
 from magi_compile.masks.library import NamedMask, tree
 
@@ -73,7 +73,16 @@ class PackedPrefixes:
 
         Returns:
             For each sequence `[length, ...]`, as if it had been alone.
+
+        Raises:
+            TypeError: `values` is no tensor.
+            ValueError: another number of tokens.
         """
+        if not isinstance(values, Tensor):
+            raise TypeError(f"`values` must be a tensor, got {type(values).__name__}")
+        if values.shape[:2] != self.input_ids.shape:
+            wanted = ", ".join(map(str, self.input_ids.shape))
+            raise ValueError(f"`values` must be [{wanted}, ...], got shape {list(values.shape)}")
         return [values[0].index_select(0, rows) for rows in self.rows]
 
     def pack(self, values: Sequence[Sequence[float] | Tensor], fill: float = 0) -> Tensor:
@@ -87,8 +96,12 @@ class PackedPrefixes:
             `[1, total]`, of the dtype that the values have.
 
         Raises:
+            TypeError: `values` is no list, or `fill` no number.
             ValueError: another number of sequences or of tokens.
         """
+        _check_list("values", values)
+        if not isinstance(fill, (bool, int, float)):
+            raise TypeError(f"`fill` must be a number, got {fill!r}")
         if len(values) != len(self.rows):
             raise ValueError(f"`values` must be of {len(self.rows)} sequences, got {len(values)}")
         device = self.input_ids.device
@@ -139,6 +152,7 @@ def pack_shared_prefixes(
     device = check_device(device)
     if type(pad_to_multiple_of) is not int or pad_to_multiple_of < 1:
         raise ValueError(f"`pad_to_multiple_of` must be at least 1, got {pad_to_multiple_of!r}")
+    check_flag("share_labels", share_labels)
     trie = _Trie(share_labels)
     ends = [trie.insert(*one) for one in _sequences(prompts, rollouts, labels)]
     nodes = trie.in_order()
@@ -171,15 +185,25 @@ def _sequences(
     labels: Sequence[Sequence[Tokens]] | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """The tokens and the labels of each prompt with each of its rollouts."""
+    _check_list("prompts", prompts)
+    _check_list("rollouts", rollouts)
+    if labels is not None:
+        _check_list("labels", labels)
     if not len(prompts) or len(rollouts) != len(prompts):
         raise ValueError(
-            f"`rollouts` must have a list for each of the prompts, at least one, got {len(rollouts)} lists "
+            f"`rollouts` must have a list for each of `prompts`, at least one, got {len(rollouts)} lists "
             f"for {len(prompts)} prompts"
+        )
+    if labels is not None and len(labels) != len(prompts):
+        raise ValueError(
+            f"`labels` must have a list for each of `prompts`, {len(prompts)}, got {len(labels)}"
         )
     found = []
     for i, prompt in enumerate(prompts):
         begin = _tokens(f"prompts[{i}]", prompt)
         of_prompt = rollouts[i] if labels is None else labels[i]
+        _check_list(f"rollouts[{i}]", rollouts[i])
+        _check_list(f"labels[{i}]", of_prompt)
         if not len(rollouts[i]) or len(of_prompt) != len(rollouts[i]):
             raise ValueError(
                 f"`rollouts[{i}]` must have rollouts, and `labels[{i}]` as many, got {len(rollouts[i])} and "
@@ -196,8 +220,17 @@ def _sequences(
     return found
 
 
+def _check_list(name: str, given: Any) -> None:
+    is_table = isinstance(given, Tensor) and given.dim() > 0
+    if not is_table and (not isinstance(given, Sequence) or isinstance(given, (str, bytes))):
+        raise TypeError(f"`{name}` must be a list, got {type(given).__name__}")
+
+
 def _tokens(name: str, given: Tokens) -> Tensor:
-    tokens = torch.as_tensor(given, device="cpu")
+    try:
+        tokens = torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise TypeError(f"`{name}` must be a list of ints: {error}") from None
     if tokens.dim() != 1 or not tokens.numel():
         raise ValueError(f"`{name}` must be a list of tokens, at least one, got {given!r}")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:

@@ -270,7 +270,9 @@ class AttnSlices:
             ValueError: a length or a side of the window is no int, or out of range.
         """
         for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-            if seqlen is not None and not (is_int(seqlen) and 0 <= seqlen < MAX_SEQLEN):
+            may_be_none = name == "seqlen_k"
+            is_length = is_int(seqlen) and 0 <= seqlen < MAX_SEQLEN  # type: ignore[operator]
+            if not (is_length or (may_be_none and seqlen is None)):
                 raise ValueError(f"`{name}` must be an int in [0, 2**30), got {seqlen!r}")
         cu_seqlens_q = torch.tensor([0, seqlen_q], device="cpu")
         cu_seqlens_k = None if seqlen_k is None else torch.tensor([0, seqlen_k], device="cpu")

@@ -474,6 +474,48 @@ def test_numbers_of_heads_and_entries_are_the_whole_s(ranks_of, placements):
     ranks_of(2).run(run_numbers, placements)
 
 
+def run_captured(group, of_table):
+    """A DTensor that a function captures is an error that says what to write, and that has the whole's gradients."""
+    mesh = mesh_of(group)
+    q, k, v, dout = padded(2, 4, 4)
+    whole = random((4,))[0].requires_grad_()
+    table = distribute_tensor(whole.detach(), mesh, [of_table]).requires_grad_()
+
+    def attend(slopes, *qkv):
+        return magi_compile.flex_attention(
+            *qkv, lambda score, b, h, q, kv: score + (slopes * 0.1)[h] * (kv - q)
+        )
+
+    spread = [distribute_tensor(x, mesh, [HEADS]) for x in (q, k, v)]
+    p = plan(documents, group, seqlen=S, options=OPTIONS)
+    x = p.shard(q, 2)
+    for call in (
+        lambda: attend(table, *spread),
+        lambda: attend(table, q, k, v),
+        lambda: p.attention(x, x, x, score_mod=lambda s, b, h, q, kv: s + table[h] * (kv - q)),
+    ):
+        message = (
+            r"`score_mod` must capture no DTensor, got `(slopes|table)`; .*full_tensor\(grad_pl"
+        )
+        with pytest.raises(ValueError, match=message):
+            call()
+    found = attend(table.full_tensor(grad_placements=[Partial()]), *spread)
+    wanted = attend(whole, q, k, v)
+    torch.testing.assert_close(found.full_tensor(), wanted)
+    (wanted,) = torch.autograd.grad(wanted, whole, dout)
+    (found,) = torch.autograd.grad(found, table, distribute_tensor(dout, mesh, [HEADS]))
+    torch.testing.assert_close(found.full_tensor(), wanted)
+    flags = distribute_tensor(torch.arange(S) > 20, mesh, [of_table])
+    message = "`mask_mod` must capture no DTensor, got `flags`; capture the whole tensor, flags.full_tensor()"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(lambda b, h, q, kv: flags[q] == flags[kv], group, seqlen=S)
+
+
+@pytest.mark.parametrize("of_table", [R, Shard(0)], ids=str)
+def test_captured_dtensors(ranks_of, of_table):
+    ranks_of(2).run(run_captured, of_table)
+
+
 def run_lowered(group, placements):
     """The call on local tensors is lowered, with a score_mod and masks of shards too;
     new masks compile nothing again."""

@@ -105,13 +105,38 @@ def test_checksum():
         ({"ranks": (2, 0), "mesh": "cp"}, ValueError, "`mesh` must be None where `ranks`"),
         ({"ranks": (2, 0), "keys": "cp"}, ValueError, "`keys` must be None where `ranks`"),
         ({"ranks": 2}, ValueError, "`ranks` must be a pair"),
-        ({"ranks": (2, 2)}, ValueError, r"`rank` must be in \[0, cp_size = 2\)"),
+        (
+            {"ranks": (2, 5)},
+            ValueError,
+            r"`ranks` must be \(cp_size, rank\) with a rank in \[0, .*got \(2, 5\)",
+        ),
+        ({"ranks": (2.0, 0)}, TypeError, r"`ranks` must be a pair of ints, .* got \(2.0, 0\)"),
+        ({"ranks": (10**30, 0)}, ValueError, "`ranks` must be"),
         ({}, TypeError, "`mesh` must be a DeviceMesh"),
     ],
 )
 def test_wrong_arguments(given, error, message):
     with pytest.raises(error, match=message):
         plan(CAUSAL, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mask_mod_of_floats(dtype):
+    """Such a mask is added to scores: read as truth values, 0 and -inf would show what they hide."""
+    message = f"`mask_mod` must return a bool tensor, got one of {dtype}"
+    with pytest.raises(TypeError, match=message):
+        plan(
+            lambda b, h, q, kv: torch.where(q >= kv, 0, -torch.inf).to(dtype),
+            ranks=(2, 0),
+            seqlen=S,
+        )
+
+
+def test_a_mask_mod_of_integers_is_one_for_all_heads():
+    host = plan(lambda b, h, q, kv: (q >= kv).int() * VISIBLE[q, kv], ranks=(2, 0), seqlen=S)
+    assert host.of_unknown == ""
+    host = plan(lambda b, h, q, kv: (q >= kv).int() * (h + 1), ranks=(2, 0), seqlen=S)
+    assert host.of_unknown == "h"
 
 
 def ahead(group):

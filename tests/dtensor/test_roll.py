@@ -55,6 +55,8 @@ def wrong(group):
     p = plan(DOCUMENTS, mesh_of(group), options=OPTIONS)
     with pytest.raises(TypeError, match=r"`shifts` must be an int, got 1\.0"):
         p.roll(torch.zeros(p.seqlen_local), 1.0, 0)
+    with pytest.raises(ValueError, match=r"`shifts` must fit in 64 bits, got 9223372036854775808"):
+        p.roll(torch.zeros(p.seqlen_local), 1 << 63, 0)
     with pytest.raises(ValueError, match=f"`x` must have the {p.seqlen_local} tokens of this rank"):
         p.roll(torch.zeros(S), 1, 0)
 

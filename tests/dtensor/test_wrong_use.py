@@ -324,6 +324,8 @@ def run_bad_calls(group):
         "`k` must be a tensor, got PlanTensors": (x, plan, x, plan, group),
         "`group` must be a process group .*, got int": (x, x, x, plan, 0),
     }
+    with pytest.raises(TypeError, match="`share` must be a list, got int"):
+        context_parallel_attention(x, x, x, plan, group, share=3)
     for message, arguments in kinds.items():
         with pytest.raises(TypeError, match=message):
             context_parallel_attention(*arguments)
@@ -374,6 +376,18 @@ def run_other_kinds(group):
         "`buffer_padding[0]` must be a number, got 'x'": lambda: enter(buffer_padding=["x"]),
         "`no_restore_buffers` must be a list or a set, got int": lambda: enter(
             no_restore_buffers=3
+        ),
+        "`no_restore_buffers` must be a list or a set, got Tensor": lambda: enter(
+            no_restore_buffers=x
+        ),
+        "`masks[1]` must be a BlockMask, AttnSlices, a mask_mod or None, got int": lambda: plan(
+            masks=[causal(96), 3], mesh=group
+        ),
+        "`masks['x']` must be a BlockMask, AttnSlices, a mask_mod or None, got int": lambda: plan(
+            masks={"x": 3}, mesh=group
+        ),
+        "`score_mod` must be a function of score, b, h, q and kv": lambda: p.attention(
+            q, q, q, score_mod=lambda score: score + 1
         ),
         "`buffers` must be a list, got NoneType": lambda: spread(group, None, [0], p),
         "`buffers['x']` must be a tensor or a BlockMask, got int": lambda: spread(

@@ -87,15 +87,10 @@ def make_key(name, group, **options):
     pad_size = compute_pad_size(S, group.size(), 16)
     rest = {**sizes, "pad_size": pad_size, "cp_group_or_mesh": group, **options}
     if name in FLEX:
-        q_ranges, k_ranges, types = FLEX[name]
-        return magi_attn_flex_key(
-            q_ranges=q_ranges,
-            k_ranges=k_ranges,
-            attn_mask_type=types,
-            total_seqlen_q=S,
-            total_seqlen_k=S,
-            **rest,
-        )
+        names = ("q_ranges", "k_ranges", "attn_mask_type")
+        lists = dict(zip(names, FLEX[name], strict=True))
+        lengths = {"total_seqlen_q": S, "total_seqlen_k": S}
+        return magi_attn_flex_key(**(lists | lengths | rest))
     borders = torch.tensor(BORDERS, dtype=torch.int32)
     return magi_attn_varlen_key(borders, borders, **rest, **VARLEN[name])
 
@@ -214,6 +209,17 @@ def refusals(group):
     for error, message, options in [
         (TypeError, "`chunk_size` and `strategy` for dispatch_config", {"dist_attn_config": 3}),
         (NotImplementedError, "call magi_compile.dtensor.plan", {"is_same_source": False}),
+        (NotImplementedError, "`total_seqlen_k` than", {"k_ranges": [[0, 9]], "total_seqlen_k": 9}),
+        (TypeError, "`total_seqlen_k` must be an int", {"total_seqlen_k": "9"}),
+        (TypeError, "`is_k_permutable` must be True or False", {"is_k_permutable": 1}),
+        (TypeError, "`attn_mask_type` must be a type or", {"attn_mask_type": None}),
+        (TypeError, "`cp_group_or_mesh` must be a DeviceMesh", {"cp_group_or_mesh": "cp"}),
+        (
+            TypeError,
+            "`cp_group_or_mesh` must be a DeviceMesh",
+            {"cp_group_or_mesh": None, "chunk_size": 8},
+        ),
+        (TypeError, "`chunk_size` must be an int, got '8'", {"chunk_size": "8"}),
         (
             ValueError,
             "`chunk_size` must be that of `dist_attn_config`, 8, got 16",
@@ -227,17 +233,55 @@ def refusals(group):
     ]:
         with pytest.raises(error, match=re.escape(message)):
             make_key("causal", group, **options)
+    key, x = make_key("causal", group), torch.zeros(S, HEADS, HEAD_DIM)
+    local = dispatch(x, key)
+    for message, call in {
+        "`key` must be a key, as magi_attn_flex_key makes it, got int": lambda: dispatch(x, 3),
+        "`key` must be a key, as magi_attn_flex_key makes it, got None": lambda: undispatch(
+            x, None
+        ),
+        "`key` must be a key, as magi_attn_flex_key makes it, got Ten": lambda: roll(x, 1, 0, x),
+        "`key` must be a key, as magi_attn_flex_key makes it, got str": lambda: get_position_ids(
+            ""
+        ),
+        "`key` must be a key, as magi_attn_flex_key makes it, got list": lambda: calc_attn(
+            x, x, x, []
+        ),
+        "`key_for_dispatch` must be a key": lambda: new_key("causal", group),
+        "`key_for_dispatch` must be a key, as": lambda: new_key("varlen", None),
+        "`pad_value` must be a number, got None": lambda: dispatch(x, key, None),
+        "`is_partial_grad` must be True or False": lambda: undispatch(local, key, 1),
+        "`shift` must be an int, got 1.5": lambda: roll(local, 1.5, 0, key),
+        "`sink` must be a tensor or None": lambda: calc_attn(local, local, local, key, 3),
+        "`softmax_scale` must be a number": lambda: calc_attn(
+            local, local, local, key, softmax_scale="x"
+        ),
+        "`softcap` must be a number": lambda: calc_attn(local, local, local, key, softcap=None),
+        "`return_max_logits` must be True": lambda: calc_attn(
+            local, local, local, key, return_max_logits=1
+        ),
+        "`window_size` must be (left, right), got 3": lambda: (
+            make_varlen_key_for_new_mask_after_dispatch(BORDERS, BORDERS, key, window_size=3)
+        ),
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            call()
+    with pytest.raises(ValueError, match=r"`window_size` must be \(left, right\), got 3"):
+        magi_attn_varlen_key(BORDERS, BORDERS, HEADS, KV_HEADS, HEAD_DIM, 0, group, window_size=3)
     rest = (HEADS, KV_HEADS, HEAD_DIM, 0, group)
     for message, lists in {
-        "a type must be full, causal": ([[0, S]], [[0, S]], "triangular"),
+        "`attn_mask_type` must be full, causal": ([[0, S]], [[0, S]], "triangular"),
+        r"`attn_mask_type` must have shape \[1\], got \[2\]": ([[0, S]], [[0, S]], [0, 1]),
         "got 4": ([[0, S]], [[0, S]], [4]),
         "overlap": ([[0, S], [0, S]], [[0, S], [5, S]], 0),
     }.items():
         with pytest.raises(ValueError, match=message):
             magi_attn_flex_key(*lists, S, S, *rest)
     other = dist.new_group()
-    with pytest.raises(ValueError, match="`cp_group` must have had a key"):
+    with pytest.raises(ValueError, match="`cp_group` must be a process group that has had a key"):
         get_most_recent_key(other)
+    with pytest.raises(ValueError, match=r"`cp_group` must be a process group .* got 3"):
+        get_most_recent_key(3)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -311,12 +355,30 @@ def test_ranges_that_change():
             r"`sink` must be \[num_sinks, heads\], got shape \[4\]",
             {"sink": torch.ones(4)},
         ),
+        (TypeError, "`sink` must be a tensor or None, got int", {"sink": 3}),
+        (TypeError, "`softmax_scale` must be a number, got 'x'", {"softmax_scale": "x"}),
+        (TypeError, "`softcap` must be a number, got None", {"softcap": None}),
+        (TypeError, "`return_max_logits` must be True or False", {"return_max_logits": 1}),
+        (TypeError, "`q` must be a tensor, got int", {"q": 3}),
+        (ValueError, r"`k` must be \[tokens, heads, head_dim\]", {"k": torch.zeros(S)}),
+        (ValueError, "`q_ranges` must be a list of ints", {"q_ranges": 3}),
+        (ValueError, "`k_ranges` must", {"k_ranges": None}),
+        (ValueError, "`attn_type_map` must be full, causal", {"attn_type_map": "triangular"}),
+        (TypeError, "`attn_type_map` must be a type or", {"attn_type_map": 1.5}),
+        (TypeError, "`attn_type_map` must hold int32", {"attn_type_map": torch.zeros(1)}),
     ],
 )
 def test_what_one_device_refuses(error, message, options):
     x = torch.randn(S, HEADS, HEAD_DIM)
+    given = {"q": x, "k": x, "v": x, "q_ranges": [[0, S]], "k_ranges": [[0, S]]} | options
     with pytest.raises(error, match=message):
-        flex_flash_attn_func(x, x, x, [[0, S]], [[0, S]], **options)
+        flex_flash_attn_func(**given)
+
+
+def test_names_of_lists_on_the_device():
+    x, ranges = torch.randn(S, HEADS, HEAD_DIM), torch.tensor([[0, S]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"`attn_type_map` must have shape \[1\], got \[2\]"):
+        flex_flash_attn_func(x, x, x, ranges, ranges, torch.zeros(2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from magi_compile.integrations.magi_attention import (
     AttnMaskType,
     AttnRanges,
     apply_padding,
+    compute_pad_size,
     infer_attn_mask_from_cu_seqlens,
     infer_attn_mask_from_sliding_window,
     infer_varlen_mask_from_batch,
@@ -159,9 +160,26 @@ def test_padding_of_a_mask():
         ),
         (
             ValueError,
-            "`window` must be (left, right), got (1,)",
+            "`window_size` must be (left, right), got (1,)",
             lambda x: infer_attn_mask_from_sliding_window((0, 4), (0, 4), (1,)),
         ),
+        (ValueError, "`window_size` must hold None, -1 or", lambda x:
+         infer_attn_mask_from_cu_seqlens([0, 4], [0, 4], window_size=(1, 2.5))),
+        (ValueError, "`k_range` must be (start, end)", lambda x:
+         infer_attn_mask_from_sliding_window((0, 4), 3, (1, 0))),
+        (ValueError, "`cp_size` must be an int of at least 1, got None", lambda x: compute_pad_size(9, None, 2)),
+        (ValueError, "`chunk_size` must be an int of at least 1, got 0", lambda x: compute_pad_size(9, 2, 0)),
+        (ValueError, "`x` must have at least 2 dimensions, got shape [3]", squash_batch_dim),
+        (TypeError, "`x` must be a tensor, got int", lambda x: squash_batch_dim(3)),
+        (ValueError, "`dim` must be in [-1, 1), got 2", lambda x: pad_at_dim(x, 2, 1)),
+        (TypeError, "`dim` must be an int, got None", lambda x: unpad_at_dim(x, None, 1)),
+        (TypeError, "`value` must be a number, got 'x'", lambda x: pad_at_dim(x, 0, 1, "x")),
+        (TypeError, "`q_ranges` must be a list of pairs (start, end), got 3", lambda x: apply_padding(3, [], [], 8, 1)),
+        (TypeError, "`k_ranges` must be a list of pairs", lambda x: apply_padding([], [[1]], [], 8, 1)),
+        (TypeError, "`attn_mask_type` must be a list, got int", lambda x: apply_padding([], [], 1, 8, 1)),
+        (ValueError, "`total_seqlen` must be an int of at least 0", lambda x: apply_padding([], [], [], "8", 1)),
+        (ValueError, "`seq_len` must be an int of at least", lambda x: infer_varlen_mask_from_batch(2, 2.5, "cpu")),
+        (TypeError, "`device` must be a device or the name of one", lambda x: infer_varlen_mask_from_batch(2, 2, "x")),
     ],
 )  # fmt: skip
 def test_wrong_arguments(error, message, call):

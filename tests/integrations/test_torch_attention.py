@@ -252,6 +252,20 @@ def test_wrong_lists_by_the_names_of_varlen_attn(cu_seq, error, message):
         door.call_of_varlen({**given, "is_causal": True, "scale": None})
 
 
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        ((1, 2, 3), r"`window_size` must be \(left, right\), got \(1, 2, 3\)"),
+        ((-5, 0), "`window_size` must hold None, -1 or lengths >= 0"),
+    ],
+)
+def test_wrong_windows_by_the_name_of_varlen_attn(window, message):
+    q, lists = torch.randn(40, 2, 16), torch.tensor([0, 40])
+    given = {"query": q, "key": q, "value": q, "cu_seq_q": lists, "cu_seq_k": lists}
+    with pytest.raises(ValueError, match=message):
+        door.call_of_varlen({**given, "is_causal": True, "scale": None, "window_size": window})
+
+
 def test_lists_of_different_lengths():
     q = torch.randn(40, 2, 16)
     lists = {"cu_seq_q": torch.tensor([0, 40]), "cu_seq_k": torch.tensor([0, 20, 40])}

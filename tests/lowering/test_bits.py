@@ -141,6 +141,25 @@ def test_values_and_gradients(mask_mod, is_eager):
     assert_same(run(ours, qkv()), run(dense, qkv(), wanted))
 
 
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "compiled"])
+def test_integers_show_where_they_are_not_0(is_eager):
+    """PyTorch's kernels for GPUs read them so; its create_block_mask takes bools alone."""
+
+    def numbers(b, h, q, kv):
+        return NUMBERS[q] & NUMBERS[kv]
+
+    mask = magi_compile.create_block_mask(numbers, BATCH, HEADS, SEQLEN, SEQLEN, device="cpu")
+    wanted = create_mask(bits, BATCH, HEADS, SEQLEN, SEQLEN, device="cpu")
+    function = compiled()
+
+    def ours(q, k, v):
+        if is_eager:
+            return magi_compile.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        return function(q, k, v, mask)
+
+    assert_same(run(ours, qkv()), run(dense, qkv(), wanted))
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_made_in_the_graph(inner):
     def model(q, k, v):

@@ -254,6 +254,7 @@ def test_something_else():
     ("sizes", "message"),
     [
         ({"H": True}, "`H` must be an int and at least 1, got True"),
+        ({"KV_LEN": 1 << 30}, r"`KV_LEN` must be below 2\*\*30, got 1073741824"),
         ({"BLOCK_SIZE": 1.5}, r"`BLOCK_SIZE` must be an int and at least 1, got \(1.5, 1.5\)"),
         ({"BLOCK_SIZE": (1, 2, 3)}, r"`BLOCK_SIZE` must be one number or two, got \(1, 2, 3\)"),
     ],
@@ -294,6 +295,8 @@ BRANCH = "` needs its value: a mask_mod cannot branch on its arguments"
         (lambda b, h, q, kv: torch.rand(()) > 0.5, UnsupportedMaskError, UNREADABLE + "`rand` is random"),
         (lambda b, h, q, kv: None, TypeError, "`mask_mod` must return a bool tensor, got None"),
         (lambda b, h, q, kv: 1.0, TypeError, "`mask_mod` must return a bool tensor, got a float"),
+        (lambda b, h, q, kv: torch.where(q >= kv, 0.0, -torch.inf), TypeError,
+         "`mask_mod` must return a bool tensor, got one of torch.float32; return the condition itself"),
         (lambda b, h, q, kv: (q >= kv)[None].expand(2), ValueError, "`mask_mod` must return one value for a "
          "query and a key, got a tensor of shape [2]"),
     ],
@@ -316,5 +319,10 @@ def test_mask_mods_that_nothing_can_evaluate(mask_mod, error, message):
 )
 def test_a_table_that_is_too_short(mask_mod_of):
     mask_mod = mask_mod_of(torch.zeros(3))
-    with pytest.raises(MaskDataError, match=r"at indices in \[-3, 3\), but it looks up 3"):
+    with pytest.raises(
+        MaskDataError, match=r"look up t at indices in \[-3, 3\), but it looks up 3"
+    ):
+        magi_compile.create_block_mask(mask_mod, None, None, 150, 150, device="cpu")
+    mask_mod = mask_mod_of(torch.zeros(0))
+    with pytest.raises(MaskDataError, match=r"tensors that have entries, t has shape \[0\]"):
         magi_compile.create_block_mask(mask_mod, None, None, 150, 150, device="cpu")

@@ -61,6 +61,10 @@ def test_empty_masks():
 def test_something_else():
     with pytest.raises(TypeError, match="`slices` must be AttnSlices, got list"):
         plot([])
+    with pytest.raises(TypeError, match="`ax` must be Axes of matplotlib or None, got int"):
+        plot(AttnSlices.causal(4), 3)
+    with pytest.raises(TypeError, match="`title` must be a text or None, got int"):
+        plot(AttnSlices.causal(4), title=3)
 
 
 def test_matplotlib_is_optional(monkeypatch):

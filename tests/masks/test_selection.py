@@ -173,6 +173,8 @@ WRONG = {
         {"by": lambda q, k: q},
         r"`by` must return scores of shape \[2, 4, 2, 2\], got \[2, 4, 96, 8\]",
     ),
+    "no scores": (TypeError, {"by": lambda q, k: None}, "`by` must return a tensor, got NoneType"),
+    "no function": (TypeError, {"by": lambda: 3}, "`by` must be a function of q and k: too many"),
     "q": (TypeError, {"q": None}, r"`q` must be a tensor, got NoneType"),
     "dims": (ValueError, {"k": torch.ones(2, 2, 8)}, r"`k` must have shape .*, got \[2, 2, 8\]"),
     "batch": (

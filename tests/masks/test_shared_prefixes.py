@@ -145,19 +145,35 @@ def test_values_of_sequences():
         packed.pack([[1, 2, 3, 4]])
     with pytest.raises(ValueError, match=r"`values\[1\]` must have shape \[3\], got \[2\]"):
         packed.pack([[1, 2, 3, 4], [1, 2]])
+    with pytest.raises(TypeError, match="`values` must be a list, got int"):
+        packed.pack(3)
+    with pytest.raises(TypeError, match="`fill` must be a number, got None"):
+        packed.pack([[1, 2, 3, 4], [1, 2, 3]], fill=None)
+    with pytest.raises(TypeError, match="`values` must be a tensor, got list"):
+        packed.unpack([])
+    with pytest.raises(ValueError, match=r"`values` must be \[1, 8, \.\.\.\], got shape \[8\]"):
+        packed.unpack(values[0])
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
         (([], []), {}, ValueError, "at least one, got 0 lists for 0 prompts"),
-        (([[1]], []), {}, ValueError, "a list for each of the prompts, at least one, got 0 lists for 1"),
+        (([[1]], []), {}, ValueError, "a list for each of `prompts`, at least one, got 0 lists for 1"),
         (([[1]], [[]]), {}, ValueError, r"`rollouts\[0\]` must have rollouts, .* got 0 and 0"),
         (([[1]], [[[2]]], [[]]), {}, ValueError, r"`labels\[0\]` as many, got 1 and 0"),
         (([[]], [[[2]]]), {}, ValueError, r"`prompts\[0\]` must be a list of tokens, at least one, got \[\]"),
         (([[1]], [[[]]]), {}, ValueError, r"`rollouts\[0\]\[0\]` must be a list of tokens"),
         (([[1.5]], [[[2]]]), {}, TypeError, r"`prompts\[0\]` must hold integers, got torch.float32"),
         (([[1]], [[[2]]], [[[2, 3]]]), {}, ValueError, r"`labels\[0\]\[0\]` must have 1 entries, got 2"),
+        ((3, [[[2]]]), {}, TypeError, "`prompts` must be a list, got int"),
+        ((["a"], [[[2]]]), {}, TypeError, r"`prompts\[0\]` must be a list of ints"),
+        (([[1]], None), {}, TypeError, "`rollouts` must be a list, got NoneType"),
+        (([[1]], [3]), {}, TypeError, r"`rollouts\[0\]` must be a list, got int"),
+        (([[1]], [[[2]]], 3), {}, TypeError, "`labels` must be a list, got int"),
+        (([[1]], [[[2]]], []), {}, ValueError, "`labels` must have a list for each of `prompts`, 1, got 0"),
+        (([[1]], [[[2]]], [None]), {}, TypeError, r"`labels\[0\]` must be a list, got NoneType"),
+        (([[1]], [[[2]]]), {"share_labels": 1}, TypeError, "`share_labels` must be True or False, got 1"),
         (([[1]], [[[2]]]), {"pad_to_multiple_of": 0}, ValueError, "`pad_to_multiple_of` must be at least 1, got 0"),
     ],
 )  # fmt: skip

@@ -329,11 +329,15 @@ def test_wrong_values(lists, error, message):
 def test_wrong_lengths_and_items():
     with pytest.raises(ValueError, match=r"`seqlen_q` must be an int in \[0, 2\*\*30\), got -3"):
         AttnSlices.full(-3)
+    with pytest.raises(ValueError, match=r"`seqlen_q` must be an int in .* got None"):
+        AttnSlices.full(None)
+    with pytest.raises(TypeError, match="`seqlen_q` must be an int, got type"):
+        AttnSlices.from_lists([], [], [], int, 4)
     with pytest.raises(ValueError, match=r"`seqlen_k` must be an int in .* got 2\.5"):
         AttnSlices.causal(3, 2.5)
     with pytest.raises(ValueError, match=r"hold \(q_range, k_range, mask_type\), got \(\(0, 4\)"):
         AttnSlices.from_slices([((0, 4), (0, 4))])
-    with pytest.raises(TypeError, match=r"`begin, end` must be ints, got 1\.5, 3"):
+    with pytest.raises(TypeError, match=r"`begin` and `end` must be ints, got 1\.5, 3"):
         AttnSlices.full(4).restrict_q(1.5, 3)
 
 
@@ -344,9 +348,13 @@ def test_wrong_dense_masks_and_ranges():
         AttnSlices.from_dense(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"`mask` must have shape .* got \[1, 2, 2\]"):
         AttnSlices.from_dense(torch.ones(1, 2, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"`begin, end` must satisfy .* seqlen_q = 4, got 3, 5"):
+    with pytest.raises(
+        ValueError, match=r"`begin` and `end` must satisfy .* seqlen_q = 4, got 3, 5"
+    ):
         AttnSlices.full(4).restrict_q(3, 5)
-    with pytest.raises(ValueError, match=r"`begin, end` must satisfy .* seqlen_k = 4, got 3, 2"):
+    with pytest.raises(
+        ValueError, match=r"`begin` and `end` must satisfy .* seqlen_k = 4, got 3, 2"
+    ):
         AttnSlices.full(4).restrict_k(3, 2)
 
 

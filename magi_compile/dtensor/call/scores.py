@@ -20,6 +20,8 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
+from magi_compile.functions.names import INDICES
+from magi_compile.functions.record import check_takes
 from magi_compile.lowering.across_ranks import REFUSAL, OverRanks, is_lowered
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
@@ -47,6 +49,7 @@ def read_score_mod(
         return trace_score_mod(score_mod), None
     except UnsupportedScoreModError:
         pass
+    check_takes(score_mod, ("score", *INDICES), "score_mod")
     at_queries, at_keys = _stand_ins(device)
     program, tables = trace_score_program(_placed(score_mod, at_queries, at_keys), device)
     numbers = {id(x): i for i, x in enumerate(tables)}

@@ -75,8 +75,10 @@ def context_parallel(
     buffer_seq_dims = () if buffer_seq_dims is None else buffer_seq_dims
     check_list("buffers", buffers)
     check_list("buffer_seq_dims", buffer_seq_dims)
-    if not isinstance(no_restore_buffers, (Iterable, type(None))) or hasattr(
-        no_restore_buffers, "kv_num_blocks"
+    if (
+        not isinstance(no_restore_buffers, (Iterable, type(None)))
+        or isinstance(no_restore_buffers, Tensor)
+        or hasattr(no_restore_buffers, "kv_num_blocks")
     ):
         raise TypeError(
             f"`no_restore_buffers` must be a list or a set, got {type(no_restore_buffers).__name__}"

@@ -237,14 +237,25 @@ class _Where(NamedTuple):
             for name, x in (("mesh", mesh), ("keys", keys)):
                 if x is not None:
                     raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
-            if not isinstance(ranks, (tuple, list)) or len(ranks) != 2:
-                raise ValueError(f"`ranks` must be a pair (cp_size, rank), got {ranks!r}")
-            size, rank = ranks
-            in_job = [*range(size)] if isinstance(size, int) else []
-            return _Where(None, torch.device("cpu"), size, rank, in_job)
+            size, rank = _ranks_of(ranks)
+            return _Where(None, torch.device("cpu"), size, rank, range(size))
         group = group_of(mesh)
         in_job = dist.get_process_group_ranks(group)
         return _Where(group, _device_of(mesh), group.size(), group.rank(), in_job)
+
+
+def _ranks_of(given: Any) -> tuple[int, int]:
+    """The number of ranks, and which one this is."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"`ranks` must be a pair (cp_size, rank), got {given!r}")
+    size, rank = given
+    if any(not isinstance(x, int) or isinstance(x, bool) for x in given):
+        raise TypeError(f"`ranks` must be a pair of ints, (cp_size, rank), got {given!r}")
+    if not 0 <= rank < size < 1 << 31:
+        raise ValueError(
+            f"`ranks` must be (cp_size, rank) with a rank in [0, cp_size), got {given!r}"
+        )
+    return size, rank
 
 
 @one_thread()
@@ -291,8 +302,10 @@ def _planned(
     for x in tokens:
         _check_keys(x, group)
     converted = [
-        _converted(x, _lengths_of(seqlen, of_keys), device)
-        for x, of_keys in zip(listed, tokens, strict=True)
+        _converted(
+            "mask" if is_one else f"masks[{name!r}]", x, _lengths_of(seqlen, of_keys), device
+        )
+        for name, x, of_keys in zip(names, listed, tokens, strict=True)
     ]
     planned = plan_rank_together(
         [x.slices for x in converted],
@@ -458,30 +471,33 @@ class _Given(NamedTuple):
     of_unknown: str = ""
 
 
-def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> _Given:
+def _converted(
+    name: str, mask: Any, seqlen: tuple[int, int] | None, device: torch.device
+) -> _Given:
+    """A mask that errors call `name`."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if isinstance(mask, BlockMask):
         if isinstance(mask.mask_mod, SpreadMask):
             raise ValueError(
-                "`mask` must cover the whole sequence, got the mask of a plan; pass the original mask"
+                f"`{name}` must cover the whole sequence, got the mask of a plan; pass the original mask"
             )
         found = _of_block_mask(mask)
     elif isinstance(mask, AttnSlices):
         found = _Given(mask.to("cpu"))
     elif mask is not None and not callable(mask):
         raise TypeError(
-            f"`mask` must be a BlockMask, AttnSlices, a mask_mod or None, got {type(mask).__name__}"
+            f"`{name}` must be a BlockMask, AttnSlices, a mask_mod or None, got {type(mask).__name__}"
         )
     elif seqlen is None:
         kind = "a mask_mod" if callable(mask) else "None (causal)"
         raise ValueError(
-            f"`seqlen` must be given where `mask` is {kind}, which has no length, got None"
+            f"`seqlen` must be given where `{name}` is {kind}, which has no length, got None"
         )
     elif mask is None:
         if seqlen[0] != seqlen[1]:
             raise ValueError(
-                f"`mask` must be given for {seqlen[0]} queries and {seqlen[1]} keys, got None (causal)"
+                f"`{name}` must be given for {seqlen[0]} queries and {seqlen[1]} keys, got None (causal)"
             )
         found = _Given(AttnSlices.causal(seqlen[0]))
     else:
@@ -490,7 +506,7 @@ def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
     lengths = (slices.seqlen_q, slices.seqlen_k)
     if seqlen is not None and lengths != seqlen:
         wanted, got = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
-        raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {got}")
+        raise ValueError(f"`seqlen` must be the length of `{name}`, {wanted}, got {got}")
     return found
 
 

@@ -180,6 +180,8 @@ class SpreadTokens:
         check_length("x", x, dim, self.seqlen_local, "of this rank")
         if not isinstance(shifts, int) or isinstance(shifts, bool):
             raise TypeError(f"`shifts` must be an int, got {shifts!r}")
+        if not -(1 << 63) <= shifts < 1 << 63:
+            raise ValueError(f"`shifts` must fit in 64 bits, got {shifts}")
         where = self.placement
         sizes = (where.chunk_size, where.total, shifts, self.group_name)
         return torch.ops.magi.cp_roll(x.movedim(dim, 0), where.chunks, *sizes).movedim(0, dim)
@@ -272,6 +274,7 @@ def check_padding(name: str, given: Any, dtype: torch.dtype) -> float:
     elif dtype.is_floating_point or dtype.is_complex:
         is_finite = isinstance(value, int) or math.isfinite(value)
         fits = not is_finite or abs(value) <= torch.finfo(dtype).max
+        value = float(value) if fits else value  # PyTorch takes no int of more than 64 bits
     else:
         limits = torch.iinfo(dtype)
         fits = limits.min <= value <= limits.max and value == int(value)

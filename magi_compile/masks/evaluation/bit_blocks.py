@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck, MaskDataError, first_of, require
-from magi_compile.functions.guards import Broken
+from magi_compile.functions.guards import Broken, is_of_data
 from magi_compile.functions.text import on_grids
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
 from magi_compile.masks.evaluation.block_lists import (
@@ -30,9 +30,6 @@ from magi_compile.masks.slices import AttnSlices
 MAX_BLOCKS, MAX_BLOCKS_ON_GPU = 256, 1024  # evaluated at a time: 4M and 16M pairs
 
 MaskMod = Callable[..., Tensor]
-
-
-_OF_DATA = ("out of bounds", "out of range", "ZeroDivisionError")  # what PyTorch says of it
 
 
 class Listed(NamedTuple):
@@ -203,7 +200,7 @@ def _evaluate(mask_mod: MaskMod, pairs: _Pairs, faults: _Faults) -> Tensor:
     try:
         given, broken = on_grids(mask_mod, *pairs[:4], getattr(mask_mod, "names", None))
     except (IndexError, RuntimeError) as error:
-        if not any(words in str(error) for words in _OF_DATA):
+        if not is_of_data(error):
             raise
         message = "the mask_mod must have a value for each query and key, but it raises"
         raise MaskDataError(f"{message} {error}") from error

@@ -347,7 +347,10 @@ def with_columns(
     nothing = torch.empty(0, dtype=torch.int32, device=device)  # for those that are not looked up
     first = min(program.columns)
     lengths = sizes.by_variable
-    computed = [column(function, named, lengths, device) for function in program.columns.values()]
+    computed = [
+        column(function, named, lengths, device, program.names)
+        for function in program.columns.values()
+    ]
     return [*tables[:first], *[nothing] * (first - len(tables)), *computed]
 
 

@@ -227,7 +227,8 @@ def _checks(
     arguments = {"b": b, "h": h, "q": points.q, "kv": points.kv}
     names = [name for name in arguments if name != "h" or program.looks_at("h")]
     where = ", ".join(f"{name} = {{}}" for name in names)
-    wanted = (at_points(program.functions["mask"], arguments, named) != 0).expand_as(shown)
+    values = at_points(program.functions["mask"], arguments, named, program.names)
+    wanted = (values != 0).expand_as(shown)
     if is_listed is not None:
         wanted = wanted & is_listed
     checks = []

@@ -33,6 +33,7 @@ from magi_compile.functions.text import (
     at_points,
     function_text,
     functions,
+    may_be_truth,
     names_of_captures,
     run,
     sortable,
@@ -217,8 +218,9 @@ class Tracer:
         return functional(graph, result, captures) if isinstance(result, Node) else None
 
     def is_mask(self, value: _Value) -> bool:
-        """True if a value that expressions cannot say is a truth value, the same in each run."""
-        is_truth = isinstance(value.example, Tensor) and value.example.dtype == torch.bool
+        """True if a value that expressions cannot say is a truth value, or an integer, which is true where it is not 0,
+        the same in each run."""
+        is_truth = isinstance(value.example, Tensor) and may_be_truth(value.example)
         needed = [node for node in self.graph.nodes if node.op != "placeholder"]
         is_sure = not any(is_random(name_of(node.target)) for node in needed)
         return is_truth and not value.example.shape and is_sure
@@ -227,6 +229,8 @@ class Tracer:
         return self.values[argument] if isinstance(argument, Node) else _Value(None, argument)
 
     def mask_of(self, value: _Value) -> Expr:
+        if isinstance(value.example, Tensor) and not may_be_truth(value.example):
+            return unsupported(f"a mask must be a truth value, got one of {value.example.dtype}")
         try:
             operand = self.operand(value)
         except ExprError as error:

@@ -19,6 +19,7 @@ from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 
 CPU = torch.device("cpu")
 NUMBERS = torch.randint(0, 4, (2, 4, 300), generator=torch.Generator().manual_seed(0))
+NONE, NONE_OF_MANY = torch.zeros(0), torch.zeros(200, 0, dtype=torch.bool)
 
 
 def mixed(b, h, q, kv):
@@ -104,14 +105,17 @@ def test_visible_blocks(block):
 @pytest.mark.parametrize(
     ("mask_mod", "found"),
     [
-        (lambda b, h, q, kv: NUMBERS[0, 0, q + kv] == 0, "index 300 is out of bounds"),
-        (lambda b, h, q, kv: q // (kv - 5) > 0, "ZeroDivisionError"),
+        (lambda b, h, q, kv: NUMBERS[0, 0, q + kv] == 0, r"look up dimension 2 of NUMBERS at indices in "
+         r"\[-300, 300\), but it looks up 300 at q = 101, kv = 199"),
+        (lambda b, h, q, kv: q // (kv - 5) > 0, "not divide by zero, but it divides by 0 at q = 0, kv = 5"),
+        (lambda b, h, q, kv: NUMBERS[0, 4, q * kv] > 0, "index 4 is out of bounds for dimension 1 of NUMBERS"),
+        (lambda b, h, q, kv: NONE[q * kv] > 0, r"look up tensors that have entries, NONE has shape \[0\]"),
+        (lambda b, h, q, kv: NONE_OF_MANY[q, b + kv], r"NONE_OF_MANY has shape \[200, 0\]"),
     ],
-    ids=["index", "divisor"],
-)
+    ids=["index", "divisor", "number", "nothing", "nothing in a dimension"],
+)  # fmt: skip
 def test_data_that_mean_nothing(mask_mod, found):
-    message = f"the mask_mod must have a value for each query and key, but it raises .*{found}"
-    with pytest.raises(MaskDataError, match=message):
+    with pytest.raises(MaskDataError, match=f"the mask_mod must .*{found}"):
         slices_with_bits(mask_mod, MaskSizes(1, 200, 200), None, CPU)
 
 
@@ -130,6 +134,15 @@ def test_numbers_are_true_where_they_are_not_0():
     wanted = slices_with_bits(lambda b, h, q, kv: ((q + kv) % 4 & 2) != 0, sizes, None, CPU)
     assert torch.equal(numbers.to_dense(), wanted.to_dense())
     assert 0 < int(wanted.to_dense().sum()) < 200 * 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_floats_are_no_truth_values(dtype):
+    message = (
+        f"`mask_mod` must return a bool tensor, got one of {dtype}; return the condition itself"
+    )
+    with pytest.raises(TypeError, match=message):
+        slices_with_bits(lambda b, h, q, kv: (q - kv).to(dtype), MaskSizes(1, 9, 9), None, CPU)
 
 
 def test_a_mask_mod_that_returns_no_tensor():
