@@ -51,9 +51,9 @@ def test_what_intervals_can_not_express():
 
     mask = block_mask(mask_mod, 96, batch=1)
     table[0] = 1
-    with pytest.raises(MaskDataError, match="must have a value for each query and key, but it"):
+    with pytest.raises(MaskDataError, match="must look up table at indices in"):
         flex_attention(x, x, x, block_mask=mask)
-    with torch.no_grad(), pytest.raises(MaskDataError, match="must have a value for each query"):
+    with torch.no_grad(), pytest.raises(MaskDataError, match="must look up table at"):
         torch.compile(flex_attention, backend=make_backend("eager"))(x, x, x, block_mask=mask)
 
 

@@ -49,7 +49,7 @@ def planned_mask(dense):
 
     sizes = (batch if batch > 1 else None, heads if heads > 1 else None)
     mask = flex.create_block_mask(mask_mod, *sizes, rows, keys, device="cpu")
-    return _converted(mask, None, torch.device("cpu")).slices
+    return _converted("mask", mask, None, torch.device("cpu")).slices
 
 
 def staircase(steps):
