@@ -23,7 +23,7 @@ def raw_stream(device_index: int) -> int:
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """torch.cuda.current_stream in a tenth of its time: the same object each time."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = index, torch._C._cuda_getCurrentRawStream(index)
+    key = index, raw_stream(index)
     stream = _streams.get(key)
     if stream is None:
         if len(_streams) >= _MOST_STREAMS:

@@ -29,8 +29,7 @@ class Packing(NamedTuple):
     nheads_kv: int = 1  # the same of keys
     by_head: bool = False  # heads are entries
     entries: Entries = ONE_ENTRY  # those of the masks
-    # Of which batch entry and which head of the masks the first entry is.
-    first: tuple[int, int] = (0, 0)
+    first_head: int = 0  # of the masks, that the first entry is
 
     @classmethod
     def of(
@@ -67,12 +66,10 @@ class Packing(NamedTuple):
                     f"`share` must place the {number} {what} of `q` among the {end} of all ranks, got {begin} as the "
                     "first"
                 )
-        # Where all have the same mask, a share of them begins in front of it.
-        first = (first_entry if entries.batch > 1 else 0, first_head if entries.heads > 1 else 0)
         if entries.heads > 1:
-            return cls(batch, *heads, True, entries, first)
+            return cls(batch, *heads, True, entries, first_head)
         if entries.batch > 1 or (has_score and batch > 1):
-            return cls(batch, entries=entries, first=first)
+            return cls(batch, entries=entries)
         return PLAIN
 
     @property
@@ -108,7 +105,7 @@ class Packing(NamedTuple):
             b = torch.arange(self.batch, device=h.device).repeat_interleave(len(h))
             h, *lists = (torch.cat([x] * self.batch) for x in (h, *lists))
             first_key = b * (self.nheads_kv * slices.seqlen_k)
-        h = h - self.first[1]
+        h = h - self.first_head
         first_row = (b * (self.nheads - (self.apart > 1)) + h) * rows
         of_keys = h.div(self.nheads // self.nheads_kv, rounding_mode="floor")
         first_key = first_key + of_keys * slices.seqlen_k

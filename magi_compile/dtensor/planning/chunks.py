@@ -144,10 +144,8 @@ class ChunkTable:
         """The table of some chunks, int64 and ascending, as if they were a sequence of their own: without the keys of
         the others. For self-attention."""
         assert self.keys is None
-        size, is_kept = (
-            self.chunk_size,
-            torch.zeros(self.num_chunks + 1, dtype=torch.int64, device="cpu"),
-        )
+        size = self.chunk_size
+        is_kept = torch.zeros(self.num_chunks + 1, dtype=torch.int64, device="cpu")
         is_kept[chunks] = 1
         before = (is_kept.cumsum(0) - is_kept) * size
 

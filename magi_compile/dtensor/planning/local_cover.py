@@ -34,11 +34,9 @@ class LocalCover(NamedTuple):
     bits: Tensor | None
 
 
-def cover_of_rank(
-    cover: Cover, communication: CommPlan, rank: int, given: Cover | None = None
-) -> LocalCover:
-    """The stages of a rank, whose slices show what `cover` says. Where batch entries with masks of their own lie in it
-    one behind the other, `given` is the cover that it was made of."""
+def cover_of_rank(cover: Cover, given: Cover, communication: CommPlan, rank: int) -> LocalCover:
+    """The stages of a rank, whose slices show what `cover` says: `given`, or where batch entries have masks of their
+    own, these one behind the other."""
     where = communication.rows.dispatch
     if not len(cover.blocks):
         stages = communication.stages(rank)
@@ -46,7 +44,7 @@ def cover_of_rank(
     if where.chunk_size % BLOCK == 0 and where.keys.chunk_size % BLOCK == 0:
         return _taken(cover, communication.stages(rank))
     stages = communication.stages(rank, has_slices=False)
-    return _put_together(given or cover, stages, where, rank)
+    return _put_together(given, stages, where, rank)
 
 
 def positions_of_keys(where: Placement, rank: int, recvs: Tensor | None) -> Tensor:

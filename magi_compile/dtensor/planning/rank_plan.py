@@ -462,7 +462,7 @@ def _plan(
     bits = None
     if isinstance(mask, Cover):
         assert isinstance(given, Cover)
-        local = cover_of_rank(mask, communication, rank, given)
+        local = cover_of_rank(mask, given, communication, rank)
         plans = local.stages
         # On every rank of a mask with blocks, also where a rank has none: ranks choose kernels alike.
         bits = local.bits if len(mask.blocks) else None
