@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launched import launch
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -38,21 +40,7 @@ def test_over_two_ranks(name):
     if name == "trainer.py":
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    run = subprocess.run(
-        [*command, str(EXAMPLES / name)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    run = launch(2, EXAMPLES / name, CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
     losses = re.findall(r"loss (\S+), on one process (\S+)", run.stdout)
     assert len(losses) == 8
@@ -104,15 +92,7 @@ def long_sequences(processes, *options):
     """Runs the program at its small size; what it printed."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = [str(EXAMPLES / "long_sequences.py"), *options]
-    run = subprocess.run(
-        [*launch, "--nproc-per-node", str(processes), *program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    run = launch(processes, EXAMPLES / "long_sequences.py", *options, CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 

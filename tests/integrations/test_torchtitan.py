@@ -29,6 +29,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from magi_compile.integrations import torchtitan as door
+from tests.support.launched import launch
 
 ROOT = Path(__file__).parents[2]
 FEW = "steps=3"
@@ -171,12 +172,7 @@ def test_on_gpus(records_on_gpus, name):
 
 def run_example(words, world=1, **environment):
     """The losses that the example prints, by step, and all that it prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={world}", str(ROOT / "examples" / "torchtitan_packed.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    run = subprocess.run(
-        [*command, *words], capture_output=True, text=True, timeout=300, env=environment
-    )
+    run = launch(world, ROOT / "examples" / "torchtitan_packed.py", *words, **environment)
     assert run.returncode == 0, run.stderr[-4000:]
     log = run.stdout + run.stderr
     printed = re.findall(r"step: +(\d+).*?loss: +([\d.]+)", log)
