@@ -288,14 +288,15 @@ def torch_head_tail(work: Work) -> Prediction:
 # Ours
 
 
-def loads_of(work: Work) -> StageLoads:
-    """The loads of each rank by our placement."""
-    host = hosts_of(work.domain, work.cp)
+def loads_of(work: Work, share: int = 1) -> StageLoads:
+    """The loads of each group of `share` neighbours, which share heads, by our placement."""
+    groups = work.cp // share
+    host = hosts_of([i * share // work.domain for i in range(groups)], groups)
     # Where every rank needs most chunks, four for each rank: finer ones would be millions of ranges.
     size = None
-    if work.cp >= MANY and work.area > DENSE * work.slices.seqlen_q * work.tokens:
-        size = max(work.tokens // 4, 1)
-    where = dispatch(work.slices, work.cp, chunk_size=size, cost=work.cost, hosts=host)
+    if groups >= MANY and work.area > DENSE * work.slices.seqlen_q * work.tokens:
+        size = max(work.tokens * share // 4, 1)
+    where = dispatch(work.slices, groups, chunk_size=size, cost=work.cost, hosts=host)
     return StageLoads.of(RankRows.of(where), None if host is None else torch.tensor(host))
 
 
@@ -311,8 +312,36 @@ def _ours(work: Work, loads: StageLoads, *, relayed: bool | None) -> Prediction:
     return Predicted(forward.seconds, backward.seconds, near, far)
 
 
-#: The strategies of others by name.
+def magi_heads(work: Work) -> Prediction:
+    """Ours over groups of neighbours, whose ranks share the heads of their group's tokens."""
+    mesh = strategies.Usp.mesh_of(work.cp, work.heads[1])
+    share, cost = mesh.ulysses, work.cost
+    if 1 in (share, mesh.ring):
+        return f"{share} ranks share heads in {mesh.ring} groups"
+    columns = [[mesh.rank(i, j) for j in range(share)] for i in range(mesh.ring)]
+    there, back, near, far = _exchanges(work, columns)
+    # A rank has the rows of all of its group, and its share of their heads.
+    of_share = replace(
+        cost,
+        seconds_per_area=cost.seconds_per_area / share,
+        seconds_per_row=cost.seconds_per_row / share,
+        stage_seconds_per_row=cost.stage_seconds_per_row / share,
+        backward_stage_seconds_per_row=cost.backward_stage_seconds_per_row / share,
+        backward_wave_rows=cost.backward_wave_rows * share,
+    )
+    found = _ours(replace(work, cost=of_share), loads_of(work, share), relayed=None)
+    assert isinstance(found, Predicted)
+    return Predicted(
+        there + found.forward + back,
+        there + found.backward + back,
+        near + found.near / share,
+        far + found.far / share,
+    )
+
+
+#: The strategies of others by name, and ours by way of shared heads.
 OTHERS: dict[str, Callable[[Work], Prediction]] = {
+    "magi-heads": magi_heads,
     "ulysses": ulysses,
     **{x.name: partial(on_mesh, strategy=x) for x in ON_MESH},
     "ring-all-gather": ring_all_gather,

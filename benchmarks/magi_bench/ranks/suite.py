@@ -26,7 +26,16 @@ from magi_bench.contenders.flex import BLOCK, make_block_mask, no_backward
 from magi_bench.ranks import base, model
 from magi_bench.ranks.base import Problem
 from magi_bench.ranks.strategies import placement
-from magi_bench.ranks.strategies.contenders import STRATEGIES, OneRank, OneRankFlex, UlyssesFlex
+from magi_bench.ranks.strategies.contenders import (
+    STRATEGIES,
+    Mesh,
+    OneRank,
+    OneRankFlex,
+    OnMesh,
+    UlyssesFlex,
+    heads_of,
+)
+from magi_bench.ranks.strategies.transport import group_of
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.results.rows import Row
 from magi_bench.workloads.lengths import SAMPLERS
@@ -34,6 +43,7 @@ from magi_bench.world import World
 from magi_compile import _compat
 from magi_compile.dtensor import (
     ContextParallelOptions,
+    CostModel,
     SequencePlan,
     context_parallel_attention,
     plan,
@@ -118,6 +128,45 @@ class MagiAllToAll(Magi):
         return attend
 
 
+class MagiHeads(OnMesh):
+    """Our plan over groups of consecutive ranks, hosts, whose ranks share the heads of their group's tokens: a row
+    crosses hosts once for each that needs it, and nothing is handed on."""
+
+    name = "magi-heads"
+    label = "the same across groups of ranks that share heads"
+    takes_any_mask = True
+    least_ring = 2
+
+    @classmethod
+    def around(cls, local_kernels: Sequence[str]) -> list[base.RanksContender]:
+        return [cls()]
+
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        reasons = super().supports(problem, case)
+        mesh = self.mesh(problem)
+        if not reasons and 1 in (mesh.ulysses, mesh.ring):
+            other = "magi" if mesh.ulysses == 1 else "ulysses"
+            has = f"has {mesh.ring} of {mesh.ulysses}"
+            reasons.append(f"needs two groups of ranks that share heads, {has}: that is `{other}`")
+        return reasons
+
+    def prepare(self, problem: Problem, case: Case) -> Ready:
+        # Without the call without moves: those of a plan are not the benchmark's.
+        return base.RanksContender.prepare(self, problem, case)
+
+    def of_place(self, problem: Problem, mesh: Mesh, place: int) -> base.Spread:
+        settings, world, share = problem.settings, problem.world, mesh.ulysses
+        rows = [[mesh.rank(i, j) for i in range(mesh.ring)] for j in range(share)]
+        cost = CostModel.of_heads(*heads_of(problem, share), settings.head_dim)
+        options = ContextParallelOptions(cost=cost)
+        made = plan(problem.workload.slices, group_of(world, rows, "plan"), options=options)
+        told = made.explain()
+        received, sent = (x[place] for x in (told.received_rows, told.sent_rows))
+        row = base.bytes_of_keys(problem) // share
+        moved = (received * row, (received + sent) * row)
+        return base.Spread(made.positions, made.attention, moved, "plan")
+
+
 class TorchContextParallel(base.RanksContender):
     """FlexAttention over gathered keys and values, as PyTorch's style of context parallelism has it,
     in one compiled graph."""
@@ -186,7 +235,7 @@ class RoundRobin(TorchContextParallel):
 
 #: In the order in which they run and of reports: those that compile for long come last.
 CONTENDERS: tuple[type[base.RanksContender], ...] = (
-    *(Magi, MagiAllToAll, MagiWaits, MagiOneStage, OneRank),
+    *(Magi, MagiAllToAll, MagiHeads, MagiWaits, MagiOneStage, OneRank),
     *STRATEGIES,
     *(OneRankFlex, UlyssesFlex, HeadTail, RoundRobin, PerDocument, TorchContextParallel),
 )
@@ -240,6 +289,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             *(
                 "magi",
                 "magi-all-to-all",
+                "magi-heads",
                 "one-rank",
                 *(x.name for x in STRATEGIES),
                 "one-rank-flex",

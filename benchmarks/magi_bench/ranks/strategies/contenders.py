@@ -180,7 +180,24 @@ class OnMesh(Strategy):
     def spread(self, problem: Problem) -> base.Spread:
         mesh, world = self.mesh(problem), problem.world
         place, head = mesh.coordinates(world.rank)
-        owners = self.owners(problem, mesh.ring)
+        made = self.of_place(problem, mesh, place)
+        if mesh.ulysses == 1:
+            return made
+        columns = [[mesh.rank(i, j) for j in range(mesh.ulysses)] for i in range(mesh.ring)]
+        heads = heads_of(problem, mesh.ulysses)
+        attend = across_heads(made.attend, group_of(world, columns), heads)
+        # Of q, k, v and out, from those with which it shares heads; of gradients as many.
+        settings = problem.settings
+        whole = base.bytes_of_keys(problem) * (settings.nheads_q + settings.nheads_kv)
+        whole = whole * problem.tokens // settings.nheads_kv
+        exchanged = whole * (mesh.ulysses - 1) // mesh.ulysses
+        forward, backward = (exchanged + x for x in made.received)
+        mine = made.positions.view(mesh.ulysses, -1)[head]
+        return base.Spread(mine, attend, (forward, backward), made.counted)
+
+    def of_place(self, problem: Problem, mesh: Mesh, place: int) -> base.Spread:
+        """The tokens of a place of the ring, all of them, by a rank's share of the heads."""
+        world, owners = problem.world, self.owners(problem, mesh.ring)
         attend: Attend
         if mesh.ring > 1:
             levels, slices = rings_of(mesh, world), problem.workload.slices
@@ -189,19 +206,9 @@ class OnMesh(Strategy):
             attend, moved = made.attend, made.rings.received()
         else:
             attend, moved = self.alone(problem, mesh.ulysses), (0, 0)
-        row, exchanged = base.bytes_of_keys(problem) // mesh.ulysses, 0
-        if mesh.ulysses > 1:
-            columns = [[mesh.rank(i, j) for j in range(mesh.ulysses)] for i in range(mesh.ring)]
-            heads = heads_of(problem, mesh.ulysses)
-            attend = across_heads(attend, group_of(world, columns), heads)
-            # Of q, k, v and out, from those with which it shares heads; of gradients as many.
-            settings = problem.settings
-            whole = base.bytes_of_keys(problem) * (settings.nheads_q + settings.nheads_kv)
-            whole = whole * problem.tokens // settings.nheads_kv
-            exchanged = whole * (mesh.ulysses - 1) // mesh.ulysses
-        mine = placement.split(owners[place], mesh.ulysses)[head]
-        received = (exchanged + moved[0] * row, exchanged + sum(moved) * row)
-        return base.Spread(placement.positions(mine, world.device), attend, received, "shapes")
+        row = base.bytes_of_keys(problem) // mesh.ulysses
+        where = placement.positions(owners[place], world.device)
+        return base.Spread(where, attend, (moved[0] * row, sum(moved) * row), "shapes")
 
 
 def rings_of(mesh: Mesh, world: World) -> tuple[Ring, ...]:

@@ -27,10 +27,12 @@ from magi_bench.ranks.strategies.contenders import (
 )
 from magi_bench.ranks.strategies.placement import positions, runs_of, seen, zigzag
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
-from magi_bench.ranks.suite import Magi
+from magi_bench.ranks.suite import Magi, MagiHeads
 from magi_bench.workloads import lengths
 from magi_bench.world import World
 from magi_compile.dtensor import plan
+from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
+from magi_compile.dtensor.planning.dispatch import dispatch
 from magi_compile.kernels.reference import exact_forward
 from tests.bench.ranks.strategies.plain import Plain
 from tests.bench.ranks.test_ranks import run_ranks
@@ -104,6 +106,61 @@ def test_strategies_over_four_ranks(four_ranks):
 @pytest.mark.slow
 def test_strategies_over_eight_ranks(eight_ranks):
     check(eight_ranks.run(run_strategies, replace(SETTINGS, nheads_q=16, nheads_kv=8)), ALL)
+
+
+def run_ours_with_heads(group, settings, mask):
+    world, tokens = World("cpu"), 64
+    problem, strategy = Problem(settings, world, mask, tokens), MagiHeads()
+    case = settings.case("ranks", mask, tokens, which="fwdbwd")
+    assert strategy.supports(problem, case) == []
+    exact, _ = exact_and_plain(problem.workload, problem.inputs)
+    ready = strategy.prepare(problem, case)
+    return errors_of(ready.call(), exact, strategy._positions, problem)
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "sliding_window_causal"])
+def test_ours_across_groups_that_share_heads(four_ranks, mask):
+    for errors in four_ranks.run(run_ours_with_heads, SETTINGS, mask):
+        assert all(error < 1e-5 for error in errors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_ours_across_groups_of_eight_ranks(eight_ranks, ulysses):
+    settings = replace(SETTINGS, ulysses_degree=ulysses)
+    for errors in eight_ranks.run(run_ours_with_heads, settings, "document_causal"):
+        assert all(error < 1e-5 for error in errors.values())
+
+
+def run_bytes_of_ours_with_heads(group):
+    world = World("cpu")
+    problem = Problem(SETTINGS, world, "causal", 64)
+    spread, place = MagiHeads().spread(problem), world.rank // 2
+    loads = StageLoads.of(RankRows.of(dispatch(problem.workload.slices, 2)))
+    moved = [int(x[place]) for x in (loads.recv_rows, loads.send_rows)]
+    return spread.received, spread.counted, moved
+
+
+def test_bytes_of_ours_across_groups(four_ranks):
+    row, query = 2 * 4 * 16 * 4, 8 * 16 * 4
+    exchanged = 64 * (row + 2 * query) // 2  # of q, k, v and out, with the other rank of the group
+    everywhere = four_ranks.run(run_bytes_of_ours_with_heads)
+    for received, counted, (rows, sent) in everywhere:
+        assert counted == "plan"
+        # Half of the heads of what its group needs.
+        assert received == (exchanged + rows * row // 2, exchanged + (rows + sent) * row // 2)
+    assert any(rows for *_, (rows, _) in everywhere)
+
+
+def run_ours_without_groups(group):
+    problem = Problem(SETTINGS, World("cpu"), "causal", 64)
+    case = SETTINGS.case("ranks", "causal", 64, which="fwd")
+    return MagiHeads().supports(problem, case)
+
+
+def test_two_ranks_have_no_groups_that_share_heads(two_ranks):
+    for reasons in two_ranks.run(run_ours_without_groups):
+        assert reasons == ["needs two groups of ranks that share heads, has 2 of 1: that is `magi`"]
 
 
 def test_kernels_of_packed_documents(four_ranks):
