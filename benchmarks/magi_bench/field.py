@@ -315,21 +315,14 @@ def _ours(work: Work, loads: StageLoads, *, relayed: bool | None) -> Prediction:
 def magi_heads(work: Work) -> Prediction:
     """Ours over groups of neighbours, whose ranks share the heads of their group's tokens."""
     mesh = strategies.Usp.mesh_of(work.cp, work.heads[1])
-    share, cost = mesh.ulysses, work.cost
+    share = mesh.ulysses
     if 1 in (share, mesh.ring):
         return f"{share} ranks share heads in {mesh.ring} groups"
     columns = [[mesh.rank(i, j) for j in range(share)] for i in range(mesh.ring)]
     there, back, near, far = _exchanges(work, columns)
     # A rank has the rows of all of its group, and its share of their heads.
-    of_share = replace(
-        cost,
-        seconds_per_area=cost.seconds_per_area / share,
-        seconds_per_row=cost.seconds_per_row / share,
-        stage_seconds_per_row=cost.stage_seconds_per_row / share,
-        backward_stage_seconds_per_row=cost.backward_stage_seconds_per_row / share,
-        backward_wave_rows=cost.backward_wave_rows * share,
-    )
-    found = _ours(replace(work, cost=of_share), loads_of(work, share), relayed=None)
+    of_share = replace(work, cost=work.cost.of_share(share))
+    found = _ours(of_share, loads_of(of_share, share), relayed=None)
     assert isinstance(found, Predicted)
     return Predicted(
         there + found.forward + back,

@@ -10,11 +10,13 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from magi_bench import arguments, runner, world
@@ -31,11 +33,10 @@ from magi_bench.ranks.strategies.contenders import (
     Mesh,
     OneRank,
     OneRankFlex,
-    OnMesh,
     UlyssesFlex,
+    Usp,
     heads_of,
 )
-from magi_bench.ranks.strategies.transport import group_of
 from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.results.rows import Row
 from magi_bench.workloads.lengths import SAMPLERS
@@ -43,7 +44,6 @@ from magi_bench.world import World
 from magi_compile import _compat
 from magi_compile.dtensor import (
     ContextParallelOptions,
-    CostModel,
     SequencePlan,
     context_parallel_attention,
     plan,
@@ -65,15 +65,23 @@ class Magi(base.RanksContender):
 
     def without_moves(self, problem: Problem, case: Case) -> Callable[[], Sequence[Tensor]]:
         """The kernel alone: this rank's queries over the keys that they see, all of which are there beforehand."""
-        workload, world, settings = problem.workload, problem.world, problem.settings
-        mine = placement.runs_of(self._positions.sort().values)
+        return self.kernel_alone(problem, case, self._positions)
+
+    def kernel_alone(
+        self, problem: Problem, case: Case, rows: Tensor, share: int = 1
+    ) -> Callable[[], Sequence[Tensor]]:
+        """A call of the kernel on queries at `rows` of the sequence, by a rank's share of the heads."""
+        workload, world = problem.workload, problem.world
+        mine = placement.runs_of(rows.sort().values)
         keys = placement.seen(workload.slices, mine)
         slices = placement.between(workload.slices, mine, keys)
-        heads = settings.nheads_q, settings.nheads_kv
+        heads = heads_of(problem, share)
         attend = base.kernel_on(workload, world, heads, slices)
         queries, seen = (placement.positions(spans, world.device) for spans in (mine, keys))
-        q, k, v, dout = problem.inputs
-        return base.call_of(attend, (q[queries], k[seen], v[seen], dout[queries]), case)
+        places = (queries, seen, seen, queries)
+        numbers = (heads[0], heads[1], heads[1], heads[0])
+        inputs = zip(problem.inputs, places, numbers, strict=True)
+        return base.call_of(attend, [x[at, :number] for x, at, number in inputs], case)
 
     def spread(self, problem: Problem) -> base.Spread:
         made = plan(problem.workload.slices, problem.world.mesh, options=self.options)
@@ -128,43 +136,51 @@ class MagiAllToAll(Magi):
         return attend
 
 
-class MagiHeads(OnMesh):
-    """Our plan over groups of consecutive ranks, hosts, whose ranks share the heads of their group's tokens: a row
-    crosses hosts once for each that needs it, and nothing is handed on."""
+class MagiHeads(Magi):
+    """Over groups of consecutive ranks that share the heads of their group's tokens, where `magi` spreads tokens over
+    all ranks. As many share heads as in USP."""
 
     name = "magi-heads"
-    label = "the same across groups of ranks that share heads"
-    takes_any_mask = True
-    least_ring = 2
+    label = "the same, groups of ranks share heads"
+    is_ours = False
 
-    @classmethod
-    def around(cls, local_kernels: Sequence[str]) -> list[base.RanksContender]:
-        return [cls()]
+    def mesh(self, problem: Problem) -> Mesh:
+        settings = problem.settings
+        return Usp.mesh_of(problem.world.size, settings.nheads_kv, settings.ulysses_degree)
 
     def supports(self, problem: Problem, case: Case) -> list[str]:
-        reasons = super().supports(problem, case)
         mesh = self.mesh(problem)
-        if not reasons and 1 in (mesh.ulysses, mesh.ring):
-            other = "magi" if mesh.ulysses == 1 else "ulysses"
-            has = f"has {mesh.ring} of {mesh.ulysses}"
-            reasons.append(f"needs two groups of ranks that share heads, {has}: that is `{other}`")
-        return reasons
+        if mesh.ulysses * mesh.ring != problem.world.size or 1 in (mesh.ulysses, mesh.ring):
+            has = f"{problem.world.size} ranks are {mesh.ring} of {mesh.ulysses}"
+            return [f"needs two groups of two ranks that share heads, {has}"]
+        return super().supports(problem, case)
 
-    def prepare(self, problem: Problem, case: Case) -> Ready:
-        # Without the call without moves: those of a plan are not the benchmark's.
-        return base.RanksContender.prepare(self, problem, case)
+    def without_moves(self, problem: Problem, case: Case) -> Callable[[], Sequence[Tensor]]:
+        return self.kernel_alone(problem, case, self._of_group, self.mesh(problem).ulysses)
 
-    def of_place(self, problem: Problem, mesh: Mesh, place: int) -> base.Spread:
-        settings, world, share = problem.settings, problem.world, mesh.ulysses
-        rows = [[mesh.rank(i, j) for i in range(mesh.ring)] for j in range(share)]
-        cost = CostModel.of_heads(*heads_of(problem, share), settings.head_dim)
-        options = ContextParallelOptions(cost=cost)
-        made = plan(problem.workload.slices, group_of(world, rows, "plan"), options=options)
+    def spread(self, problem: Problem) -> base.Spread:
+        mesh, world, settings = self.mesh(problem), problem.world, problem.settings
+        share, place = mesh.ulysses, world.rank // mesh.ulysses
+        made = plan(
+            problem.workload.slices,
+            mesh_of(world.kind, mesh.ring, share),
+            options=ContextParallelOptions(head_ranks=share),
+        )
+        self._of_group = made.of_groups.positions(place).to(world.device)
         told = made.explain()
-        received, sent = (x[place] for x in (told.received_rows, told.sent_rows))
-        row = base.bytes_of_keys(problem) // share
-        moved = (received * row, (received + sent) * row)
+        rows, sent = (x[place] for x in (told.received_rows, told.sent_rows))
+        row = base.bytes_of_keys(problem)
+        # Of q, k, v and out, from those with which it shares heads; of gradients as many.
+        whole = row * (settings.nheads_q + settings.nheads_kv) * problem.tokens
+        exchanged = whole // settings.nheads_kv * (share - 1) // share
+        moved = (exchanged + rows * row // share, exchanged + (rows + sent) * row // share)
         return base.Spread(made.positions, made.attention, moved, "plan")
+
+
+@cache
+def mesh_of(kind: str, groups: int, share: int) -> DeviceMesh:
+    """All ranks, as groups of so many neighbours that share heads."""
+    return init_device_mesh(kind, (groups, share), mesh_dim_names=("cp", "heads"))
 
 
 class TorchContextParallel(base.RanksContender):

@@ -150,6 +150,9 @@ class DevicePlan:
     entries: Entries = ONE_ENTRY
     batch: int = 1  # batch entries with masks of their own, whose rows move apart
     relayed: tuple[bool, bool] = (False, False)  # whether routes forward and backward have legs
+    head_ranks: int = (
+        1  # that share the heads of each rank of the plan, which is a group of so many
+    )
     calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # as the ops keep them
     streams: Streams = field(default_factory=Streams, repr=False)
     _positions: dict[Any, Tensor] = field(default_factory=dict, repr=False)
@@ -364,7 +367,7 @@ _Numbers: TypeAlias = tuple[int, list[int], list[int], int]  # behind the tables
 def _unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     sizes, of_mask, placements, passes, rest = pickle.loads(bytes_of(meta[2:]))
     (cp_size, rows, key_rows), (of_bits, of_entries) = sizes, of_mask
-    is_early, may_be_early, hosts, relayed = rest
+    is_early, may_be_early, hosts, relayed, head_ranks = rest
     entries = Entries(*of_entries)
     seqlen_q = entries.batch * rows
     position = 0
@@ -400,7 +403,7 @@ def _unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     where = (queries, queries if keys is None else keys)
     passes_of_rank = (forward, backward, merged, may_be_early)
     of_plan = (digest, rank, cp_size, rows, key_rows, *passes_of_rank, *where)
-    return DevicePlan(*of_plan, bits, entries, entries.batch, relayed)
+    return DevicePlan(*of_plan, bits, entries, entries.batch, relayed, head_ranks)
 
 
 def _merged(forward: Sequence[DeviceStage]) -> MergedStage | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,14 @@ class Placement:
         first = torch.arange(number, device="cpu")[:, None] * self.chunks.numel()
         chunks = (self.chunks[:, None] + first).flatten(1)
         return Placement(number * self.total_padded, self.chunk_size, chunks)
+
+    def parted(self, number: int) -> Placement:
+        """The placement over `number` times as many ranks: in place of each rank so many, which hold equal parts of its
+        rows, one behind the other. `number` divides the rows of a rank."""
+        size = math.gcd(self.chunk_size, self.seqlen_local // number)
+        step = torch.arange(self.chunk_size // size, device="cpu")
+        chunks = (self.chunks[..., None] * len(step) + step).view(self.cp_size * number, -1)
+        return Placement(self.total, size, chunks)
 
     def inverse_positions(self) -> Tensor:
         """The new places of the rows of the padded sequence: the inverse permutation of `positions()`, int64."""

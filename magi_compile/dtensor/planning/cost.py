@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from magi_compile.masks.arguments import check_count, check_flag
 from magi_compile.ops.validation import check_number
@@ -40,6 +40,19 @@ class CostModel:
     backward_wave_rows: float = 0.0
     other_host_factor: float = 7.0
     starts_early: bool = False
+
+    def of_share(self, ranks: int) -> CostModel:
+        """The rates where so many ranks share the heads, and each has rows of its share."""
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            seconds_per_area=self.seconds_per_area / ranks,
+            seconds_per_row=self.seconds_per_row / ranks,
+            stage_seconds_per_row=self.stage_seconds_per_row / ranks,
+            backward_stage_seconds_per_row=self.backward_stage_seconds_per_row / ranks,
+            backward_wave_rows=self.backward_wave_rows * ranks,
+        )
 
     def __post_init__(self) -> None:
         check_flag("starts_early", self.starts_early)

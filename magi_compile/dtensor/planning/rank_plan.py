@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -74,6 +74,9 @@ class ContextParallelOptions:
             share one. None: `plan` takes what torchrun says, `plan_rank` takes all to be on one.
         hierarchical: whether rows cross hosts once for each host that needs them, and are handed on there. None asks
             the cost model.
+        head_ranks: how many ranks share the heads of each group of them, over which tokens are spread. A plan's ranks
+            are these groups then, and a row is one of a rank's share of the heads. `plan` takes the second dimension of
+            its mesh.
     """
 
     strategy: StrategyName = "local"
@@ -85,12 +88,14 @@ class ContextParallelOptions:
     cost: CostModel = DEFAULT_COST
     hosts: int | Sequence[int] | None = None
     hierarchical: bool | None = None
+    head_ranks: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_size", 1), ("degree", 0), ("backward_degree", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value, least)
+        check_count("head_ranks", self.head_ranks, 1)
         check_strategy(self.strategy)
         check_number("slack", self.slack)
         check_flag("early", self.early)
@@ -119,7 +124,8 @@ class RankPlan:
     if the mask has some, and `entries` the batch entries and heads with masks of their own. `moving` is the dispatch of
     the rows that move: `dispatch` itself, or, where batch entries have masks of their own, that of the rows of all of
     them, one entry behind the other, which stages are over. `hosts` is the host of each rank, None where all are on
-    one; `relayed` says of the forward and the backward whether all of its transfers have legs.
+    one; `relayed` says of the forward and the backward whether all of its transfers have legs. Where `head_ranks` ranks
+    share heads, a rank of the plan is a group of so many.
     """
 
     dispatch: Dispatch
@@ -134,6 +140,7 @@ class RankPlan:
     entries: Entries = ONE_ENTRY
     hosts: tuple[int, ...] | None = None
     relayed: tuple[bool, bool] = (False, False)
+    head_ranks: int = 1
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
     _streams: Streams = field(default_factory=Streams, repr=False)
 
@@ -193,7 +200,8 @@ class RankPlan:
             for x in (where, where.other_keys)
         ]
         passes = [[stage(x) for x in stages] for stages in (self.forward, self.backward)]
-        rest = (self.forward_is_early, self.forward_may_be_early, self.hosts, self.relayed)
+        early = (self.forward_is_early, self.forward_may_be_early)
+        rest = (*early, self.hosts, self.relayed, self.head_ranks)
         text = pickle.dumps((sizes, of_mask, placements, passes, rest), pickle.HIGHEST_PROTOCOL)
         words = array("q", [self.digest, self.rank])
         words.frombytes(text.ljust(-(-len(text) // 8) * 8, b"\0"))
@@ -263,6 +271,9 @@ def plan_rank_together(
         others += [_bytes_of(-3), b"" if placement is None else _content_of_placement(placement)]
     rest = b"".join([*others, _text_of(options)])
     digests = [_digest(content + rest) for content in contents]
+
+    if options.head_ranks > 1:
+        options = replace(options, cost=options.cost.of_share(options.head_ranks))
 
     def make() -> list[RankPlan]:
         if permutation is not None:
@@ -478,7 +489,8 @@ def _plan(
         for x, has_legs in zip((degree, backward_degree), is_relayed, strict=True)
     )
     of_mask = (forward, backward, is_early, may_be_early, bits, entries)
-    return RankPlan(where, moving, rank, digest, *of_mask, hosts, (is_relayed[0], is_relayed[1]))
+    ways = (is_relayed[0], is_relayed[1])
+    return RankPlan(where, moving, rank, digest, *of_mask, hosts, ways, options.head_ranks)
 
 
 def _content_of(slices: AttnSlices, cp_size: int) -> bytes:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """The work and the traffic that a plan gives to all ranks; print it."""
+    """The work and the traffic that a plan gives to all ranks; print it. Where ranks share heads, a rank stands for a
+    group of `head_ranks`, and a row for one of a rank's share of the heads."""
 
     rank: int  # the number of this rank
     total: int  # tokens of the sequence
@@ -51,6 +52,7 @@ class PlanExplanation:
     backward_seconds: float
     forward_efficiency: float  # what compute alone takes in perfect balance, over `forward_seconds`
     backward_efficiency: float
+    head_ranks: int  # that share the heads of their tokens; 1 where none does
 
     @property
     def imbalance(self) -> float:
@@ -78,8 +80,7 @@ class PlanExplanation:
         is_cross = (self.total_keys, self.keys_local) != (self.total, self.seqlen_local)
         return "\n".join(
             [
-                f"tokens    {self.total:,} over {size} ranks, {self.seqlen_local:,} each, in chunks of "
-                f"{self.chunk_size:,}",
+                f"tokens    {self.total:,} over {self._ranks_in_words()}, in chunks of {self.chunk_size:,}",
                 *([keys] if is_cross else []),
                 f"mask      {self.mask}",
                 f"area      {sum(self.area):,} pairs, {local:.0%} of them with keys of the same rank",
@@ -95,6 +96,13 @@ class PlanExplanation:
                 f"          predicted: {times[1]}",
             ]
         )
+
+    def _ranks_in_words(self) -> str:
+        size, rows = len(self.area), f"{self.seqlen_local:,}"
+        if self.head_ranks == 1:
+            return f"{size} ranks, {rows} each"
+        words = f"{size} groups of {self.head_ranks} ranks that share heads, {rows} a group"
+        return f"{words} (below, a rank is a group, and a row is of a rank's heads)"
 
     def _hosts_in_words(self) -> list[str]:
         if self.hosts is None:
@@ -112,8 +120,8 @@ class PlanExplanation:
 
 
 def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
-    """Explains `plan` for all ranks, by the rates `cost`."""
-    where = plan.dispatch
+    """Explains `plan` for all ranks, by the rates `cost` of all heads."""
+    where, cost = plan.dispatch, cost.of_share(plan.head_ranks)
     host = None if plan.hosts is None else torch.tensor(plan.hosts, device="cpu")
     loads = StageLoads.of(RankRows.of(plan.moving), host)
     ways = [loads.relayed or loads if is_relayed else loads for is_relayed in plan.relayed]
@@ -151,6 +159,7 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         backward_seconds=backward,
         forward_efficiency=ideal / forward if ideal else 1.0,
         backward_efficiency=ideal * cost.backward_area_factor / backward if ideal else 1.0,
+        head_ranks=plan.head_ranks,
     )
 
 

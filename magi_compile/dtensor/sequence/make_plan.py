@@ -86,16 +86,19 @@ class HostPlan:
 
         Raises:
             TypeError: `mesh` is neither.
-            ValueError: `mesh` has another number of ranks than the plan, or this process is another one of them.
+            ValueError: `mesh` has another number of ranks than the plan, or of those that share heads, or this process
+                is another one of them.
         """
-        group, where = group_of(mesh), self.planned
+        where = self.planned
+        groups = groups_of(mesh, where.head_ranks)
+        group = groups.attention
         have, want = (group.size(), group.rank()), (where.dispatch.cp_size, where.rank)
         if have != want:
             raise ValueError(
                 f"`mesh` must be that of `ranks`, {want[0]} ranks of which this is {want[1]}, got "
                 f"{have[0]} ranks of which this is {have[1]}"
             )
-        return _placed([self], [None], group, _device_of(mesh))[0]
+        return _placed([self], [None], groups, _device_of(mesh))[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes: workers of a DataLoader would put every tensor into a shared memory of its own.
@@ -187,7 +190,9 @@ def plan(
         mask: the mask of the whole sequence: a BlockMask (PyTorch's or that of `magi_compile.create_block_mask`),
             `AttnSlices`, or a mask_mod. None is causal. Where batch entries or heads have masks of their own, a
             BlockMask that is made for as many.
-        mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group.
+        mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group. With `head_ranks`
+            among `options` a mesh of two, `mesh["cp", "heads"]`, the ranks along whose second one share heads: the
+            first plan of such a mesh makes a process group of all its ranks, which all ranks of the job do together.
         masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed
             once, so that each rank has the same total work.
         weights: how many layers have each of `masks`, as a list or dict like it; 1 each by default.
@@ -201,7 +206,8 @@ def plan(
             where the keys are placed here.
         ranks: instead of `mesh`, `(cp_size, rank)`, for a process that has no process group, such as a worker of a
             DataLoader. Gives a `HostPlan`, which can be pickled, and whose `on(mesh)` is the `SequencePlan`. Where
-            hosts are not among `options`, ranks are taken for neighbours in the job, from rank 0 on.
+            hosts are not among `options`, ranks are taken for neighbours in the job, from rank 0 on. Of a mesh of two
+            dimensions they are the size and the place along the first, and `options` have its second as `head_ranks`.
 
     Returns:
         This rank's `SequencePlan`, with `ranks` its `HostPlan`. For `masks`, one plan for each, in a list or dict like
@@ -209,7 +215,7 @@ def plan(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the
+        ValueError: the mesh has more than two dimensions or lacks this process; `seqlen` is missing or differs from the
             mask's; `masks` have different lengths; `weights` do not fit them; `permutation` is not a permutation of the
             sequence; `keys` are not as many as those of the mask; `ranks` are no rank of so many, or come with `mesh`
             or `keys`.
@@ -217,31 +223,47 @@ def plan(
         MaskDataError: the mask_mod looks up what a captured tensor does not have, or block lists contradict it.
     """
     rest = {"masks": masks, "weights": weights, "seqlen": seqlen, "options": options}
-    where = _Where.of(mesh, ranks, keys)
+    where = _Where.of(mesh, options, ranks, keys)
     return _planned(mask, where, permutation=permutation, keys=keys, **rest)()
 
 
-class _Where(NamedTuple):
-    """The group of ranks and its device in this process; without a group how many there are, and which one this is."""
+class Groups(NamedTuple):
+    """The ranks of a mesh."""
 
-    group: dist.ProcessGroup | None
+    attention: (
+        dist.ProcessGroup
+    )  # by whose ranks a plan is: where some share heads, one of each group of these
+    tokens: dist.ProcessGroup  # all ranks
+    heads: DeviceMesh | None = (
+        None  # the mesh whose second dimension are those that share heads, if there are some
+    )
+
+
+class _Where(NamedTuple):
+    """The groups of ranks and their device in this process; without a group how many there are, and which one this
+    is."""
+
+    groups: Groups | None
     device: torch.device
     size: int
     rank: int
     in_job: Sequence[int]  # the numbers that ranks have there
 
     @staticmethod
-    def of(mesh: Any, ranks: Any = None, keys: Any = None) -> _Where:
+    def of(mesh: Any, options: Any, ranks: Any = None, keys: Any = None) -> _Where:
         """As the arguments of `plan` say. Of this thread: another one has another current device."""
+        head_ranks = options.head_ranks if isinstance(options, ContextParallelOptions) else 1
         if ranks is not None:
             for name, x in (("mesh", mesh), ("keys", keys)):
                 if x is not None:
                     raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
             size, rank = _ranks_of(ranks)
-            return _Where(None, torch.device("cpu"), size, rank, range(size))
-        group = group_of(mesh)
+            first = range(0, size * head_ranks, head_ranks)
+            return _Where(None, torch.device("cpu"), size, rank, first)
+        groups = groups_of(mesh, head_ranks)
+        group = groups.attention
         in_job = dist.get_process_group_ranks(group)
-        return _Where(group, _device_of(mesh), group.size(), group.rank(), in_job)
+        return _Where(groups, _device_of(mesh), group.size(), group.rank(), in_job)
 
 
 def _ranks_of(given: Any) -> tuple[int, int]:
@@ -272,7 +294,7 @@ def _planned(
     keys: Any = None,
 ) -> Callable[[], Any]:
     """Does what `plan` does on the host, and returns the function that does the rest, on the device."""
-    group, device, size, rank, in_job = where
+    groups, device, size, rank, in_job = where
     if isinstance(options, ContextParallelOptions) and options.hosts is None:
         if options.hierarchical and not launched_ranks():
             warn_once(
@@ -300,7 +322,7 @@ def _planned(
     counts = None if weights is None else _weights_of(weights, given)
     tokens = [keys] if is_one else _keys_of(keys, given)
     for x in tokens:
-        _check_keys(x, group)
+        _check_keys(x, groups)
     converted = [
         _converted(
             "mask" if is_one else f"masks[{name!r}]", x, _lengths_of(seqlen, of_keys), device
@@ -312,7 +334,7 @@ def _planned(
         *(size, rank, options),
         weights=counts,
         permutation=None if permutation is None else _permutation_of(permutation),
-        keys=None if keys is None else [None if x is None else x.placement for x in tokens],
+        keys=None if keys is None else [None if x is None else x.of_groups for x in tokens],
     )
     hosts = [
         HostPlan(
@@ -324,7 +346,7 @@ def _planned(
     @one_thread()
     @_compat.outside_of_modes()
     def placed() -> Any:
-        made: list[Any] = hosts if group is None else _placed(hosts, tokens, group, device)
+        made: list[Any] = hosts if groups is None else _placed(hosts, tokens, groups, device)
         if is_one:
             return made[0]
         if not isinstance(masks, Mapping):
@@ -352,7 +374,8 @@ def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[
         worker of a DataLoader, ask again.
     """
     try:
-        where = _Where.of(mesh, arguments.pop("ranks", None), arguments.get("keys"))
+        options = arguments.get("options", DEFAULTS)
+        where = _Where.of(mesh, options, arguments.pop("ranks", None), arguments.get("keys"))
     except (TypeError, ValueError) as error:
         failed: Future[Any] = Future()
         failed.set_exception(error)
@@ -363,26 +386,26 @@ def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[
 def _placed(
     hosts: Sequence[HostPlan],
     tokens: Sequence[SpreadTokens | None],
-    group: dist.ProcessGroup,
+    groups: Groups,
     device: torch.device,
 ) -> list[SequencePlan]:
-    """The plans with their group; keys that lie alike are one SpreadTokens."""
+    """The plans with their groups; keys that lie alike are one SpreadTokens."""
     spread: dict[Placement, SpreadTokens] = {}
     made = []
     for host, of_keys in zip(hosts, tokens, strict=True):
         where = host.planned.dispatch.other_keys
         if of_keys is None and where is not None:
             if where not in spread:
-                spread[where] = SpreadTokens(where, host.planned.rank, group, device)
+                spread[where] = SpreadTokens(where, groups.tokens.rank(), groups.tokens, device)
             of_keys = spread[where]
-        made.append(SequencePlan(host, group, device, of_keys))
+        made.append(SequencePlan(host, *groups, device, of_keys))
     return made
 
 
 def _permutation_of(given: Any) -> Tensor | Placement:
     """int64 `[S]`, on the CPU; of a plan its placement."""
     if isinstance(given, SpreadTokens):
-        return given.placement
+        return given.of_groups
     x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -436,16 +459,17 @@ def _keys_of(keys: Any, masks: Any) -> list[SpreadTokens | None]:
     return [keys.get(name) for name in masks]
 
 
-def _check_keys(keys: Any, group: dist.ProcessGroup | None) -> None:
-    if keys is None or group is None:  # without a group there are none
+def _check_keys(keys: Any, groups: Groups | None) -> None:
+    if keys is None or groups is None:  # without a group there are none
         return
     if not isinstance(keys, SpreadTokens):
         raise TypeError(
             f"`keys` must be the SequencePlan whose tokens the keys are, got {type(keys).__name__}"
         )
-    if keys.group_name != group.group_name:
+    name = groups.tokens.group_name
+    if keys.group_name != name:
         raise ValueError(
-            f"`keys` must be spread over the ranks of `mesh`, group {group.group_name!r}, got {keys.group_name!r}"
+            f"`keys` must be spread over the ranks of `mesh`, group {name!r}, got {keys.group_name!r}"
         )
 
 
@@ -534,7 +558,27 @@ def _given(of_mask: Converted, entries: Entries) -> _Given:
     return _Given(Cover.of(of_mask.slices, entries), unknown)
 
 
+def groups_of(mesh: Any, head_ranks: int = 1) -> Groups:
+    """The ranks of a mesh of one dimension or a process group; where so many share heads, of a mesh of two."""
+    if head_ranks == 1:
+        group = group_of(mesh)
+        return Groups(group, group)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:
+        raise ValueError(
+            f"`mesh` must be a DeviceMesh of two named dimensions, the second of {head_ranks} ranks that share heads, "
+            f"as `head_ranks` of ContextParallelOptions says, got {mesh}"
+        )
+    if mesh.size(1) != head_ranks:
+        raise ValueError(
+            f"`mesh` must have the {head_ranks} ranks that share heads in its second dimension, as `head_ranks` of "
+            f"ContextParallelOptions says, got {mesh.size(1)}"
+        )
+    _check_member(mesh)
+    return Groups(mesh.get_group(0), _compat.group_of_all(mesh), mesh)
+
+
 def group_of(mesh: Any) -> dist.ProcessGroup:
+    """The ranks of a mesh of one dimension, or of a process group."""
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if not isinstance(mesh, DeviceMesh):
@@ -547,11 +591,16 @@ def group_of(mesh: Any) -> dist.ProcessGroup:
         which = f"mesh[{names[-1]!r}]" if names else "a mesh with mesh_dim_names, by name"
         raise ValueError(
             f"`mesh` must have one dimension, the ranks that share a sequence, got {mesh.ndim}"
-            f"{f' ({chr(44).join(names)})' if names else ''}; take one of them, {which}"
+            f"{f' ({chr(44).join(names)})' if names else ''}; take one of them, {which}, or say by `head_ranks` of "
+            "ContextParallelOptions that ranks along the second one share heads"
         )
+    _check_member(mesh)
+    return mesh.get_group()
+
+
+def _check_member(mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         raise ValueError(f"`mesh` must contain this process, rank {dist.get_rank()}, got {mesh}")
-    return mesh.get_group()
 
 
 def _device_of(mesh: DeviceMesh | dist.ProcessGroup) -> torch.device:

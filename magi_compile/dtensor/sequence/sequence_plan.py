@@ -22,6 +22,7 @@ from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
+from magi_compile.dtensor.ranks.agreement import call_together
 from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
 from magi_compile.dtensor.sequence.spread_mask import SpreadMask, SpreadSlices
 from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_length
@@ -43,6 +44,7 @@ from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import check_options
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
     from magi_compile.dtensor.sequence.make_plan import HostPlan
@@ -56,11 +58,14 @@ class SequencePlan(SpreadTokens):
 
     Args:
         host: the plan before it had a group and a device.
-        group: the ranks.
+        attention: the ranks by which the plan is.
+        tokens: all ranks that hold tokens; more than those where ranks share heads.
+        heads: the mesh along whose second dimension they do; None where none does.
         device: of the mesh.
         keys: how the keys are spread, where they are not the tokens themselves.
 
     Attributes:
+        head_ranks: how many ranks share the heads of their tokens; 1 where none does.
         is_exact: whether slices say the mask, all of it, for all batch entries and heads; only then there are `slices`.
         is_cross: whether the keys are another sequence than the queries.
     """
@@ -68,12 +73,18 @@ class SequencePlan(SpreadTokens):
     def __init__(
         self,
         host: HostPlan,
-        group: dist.ProcessGroup,
+        attention: dist.ProcessGroup,
+        tokens: dist.ProcessGroup,
+        heads: DeviceMesh | None,
         device: torch.device,
         keys: SpreadTokens | None = None,
     ):
         planned, slices, where = host.planned, host.slices, host.planned.dispatch
-        super().__init__(where, planned.rank, group, device)
+        super().__init__(where, tokens.rank(), tokens, device)
+        self.head_ranks, self._head_mesh = planned.head_ranks, heads
+        self._over = attention.group_name
+        if heads is not None:
+            call_together(attention, tokens)
         self._keys, self.is_cross = keys, keys is not None
         self.meta, self.data = planned.tensors(device)
         for x in (self.meta, self.data):
@@ -90,7 +101,7 @@ class SequencePlan(SpreadTokens):
             self._slices = self._spread(slices)
         self._planned, self._cost, self._of_unknown = planned, host.cost, host.of_unknown
         self._entries = planned.entries
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = dist.get_process_group_ranks(attention)
         self._block_mask: BlockMask | None = None
 
     def _spread(self, slices: AttnSlices) -> SpreadSlices:
@@ -299,27 +310,65 @@ class SequencePlan(SpreadTokens):
                 )
         if self._of_unknown:
             self._refuse_several(q)
+        options = (meta, scale, softcap, score_mod, return_max_scores)
+        if self._head_mesh is not None:
+            return self._attend_by_heads(q, k, v, *options)
+        return self._attend(q, k, v, *options)
+
+    def _attend_by_heads(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> AttnOutput:
+        """`attend` where ranks share heads: each gets the tokens of all of its group for its share of the heads, and
+        the output goes back."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        mesh, number = self._head_mesh, self.head_ranks
+        if are_distributed(q, k, v):
+            raise NotImplementedError(
+                "`q`, `k` and `v` must be local tensors where ranks share heads (`head_ranks` of "
+                "ContextParallelOptions), got DTensors; pass x.to_local()"
+            )
+        self._check_tensors({"q": q, "k": k, "v": v}, self.seqlen_local, self.keys.seqlen_local)
+        if q.shape[1] % number:
+            raise ValueError(
+                f"`q` must have heads that the {number} ranks which share them divide, got {q.shape[1]}"
+            )
+        layout = PADDED if q.ndim == 4 else PACKED
+        tokens, heads = Shard(layout.tokens), Shard(layout.heads)
+
+        def shared(x: Tensor) -> Any:
+            # Grouped heads that do not divide are there on every rank, which takes those that its queries read.
+            to = heads if x.shape[layout.heads] % number == 0 else Replicate()
+            here = DTensor.from_local(x, mesh, (tokens, tokens), run_check=False)
+            return here.redistribute(placements=(tokens, to))
+
+        def back(x: Any, dim: int) -> Any:
+            if x is None:
+                return None
+            return x.redistribute(placements=(Shard(dim), Shard(dim))).to_local()
+
+        out, *rows = self._attend(shared(q), shared(k), shared(v), *options)
+        out = in_memory_order(back(out, layout.tokens), memory_order(q.stride()))
+        return AttnOutput(out, *(back(x, layout.in_lse[layout.tokens]) for x in rows))
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: Tensor,
+        scale: float | None,
+        softcap: float,
+        score_mod: Callable[..., Any] | None,
+        return_max_scores: bool,
+    ) -> AttnOutput:
+        """`attend` over the ranks by which the plan is."""
         shards, layout = None, PADDED if q.ndim == 4 else PACKED
         share: tuple[int, ...] = ()
         if are_distributed(q, k, v):
             shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
             q, k, v = shards[:3]
             share, score_mod = share_of(shards), shifted_score_mod(score_mod, shards)
-        for name, x in {"q": q, "k": k, "v": v}.items():
-            if x.device != self.device:
-                raise ValueError(
-                    f"`{name}` must be on the device of the mesh, {self.device}, got {x.device}"
-                )
-            tokens: SpreadTokens = self
-            what = "tokens"
-            if name != "q" and self.is_cross:
-                tokens, what = self.keys, "keys"
-            length, dim = tokens.seqlen_local, 2 if x.ndim == 4 else 0
-            check_length(name, x, dim, length, "of this rank", what)
-            if x.ndim == 4 and x.shape[0] != q.shape[0]:
-                raise ValueError(
-                    f"`{name}` must have the batch size of `q`, {q.shape[0]}, got {x.shape[0]}"
-                )
+        lengths = (self.of_groups.seqlen_local, self.keys.of_groups.seqlen_local)
+        self._check_tensors({"q": q, "k": k, "v": v}, *lengths)
         tensors = PlanTensors(meta, self.data)
         options: dict[str, Any] = {
             "softmax_scale": scale,
@@ -329,15 +378,32 @@ class SequencePlan(SpreadTokens):
             "share": share if self._entries.number > 1 else (),
         }
         if q.ndim == 3:
-            found = context_parallel_attention(q, k, v, tensors, self.group_name, **options)
+            found = context_parallel_attention(q, k, v, tensors, self._over, **options)
             return AttnOutput(*as_dtensors(shards, layout, *found))
         # Entries of a batch have one mask, so they are more heads.
         batch, nheads = q.shape[:2]
         order = memory_order(q.stride())
         q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
         out, *rows = context_parallel_attention(
-            *(q, k, v, tensors, self.group_name), batch_entries=batch, **options
+            *(q, k, v, tensors, self._over), batch_entries=batch, **options
         )
         out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
         by_entry = (None if x is None else x.unflatten(0, (batch, nheads)) for x in rows)
         return AttnOutput(*as_dtensors(shards, layout, out, *by_entry))
+
+    def _check_tensors(self, tensors: dict[str, Tensor], rows: int, keys: int) -> None:
+        """Raises where q, k or v are elsewhere, or have other numbers of tokens or batch entries."""
+        batch = tensors["q"].shape[0]
+        for name, x in tensors.items():
+            if x.device != self.device:
+                raise ValueError(
+                    f"`{name}` must be on the device of the mesh, {self.device}, got {x.device}"
+                )
+            length, what = rows, "tokens"
+            if name != "q" and self.is_cross:
+                length, what = keys, "keys"
+            check_length(name, x, 2 if x.ndim == 4 else 0, length, "of this rank", what)
+            if x.ndim == 4 and x.shape[0] != batch:
+                raise ValueError(
+                    f"`{name}` must have the batch size of `q`, {batch}, got {x.shape[0]}"
+                )

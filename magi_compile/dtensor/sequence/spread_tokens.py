@@ -24,8 +24,8 @@ class SpreadTokens:
     `SequencePlan.keys`.
 
     Args:
-        where: which rank holds which rows.
-        rank: this rank.
+        where: which rank of the plan holds which rows.
+        rank: this rank among those of `group`.
         group: the ranks.
         device: of the mesh.
 
@@ -35,9 +35,19 @@ class SpreadTokens:
         cp_size: number of ranks.
         rank: this rank's number among them.
         placement: which rank holds which rows.
+        of_groups: which group of ranks that share heads holds which rows; where none do, that is `placement`.
     """
 
     def __init__(self, where: Placement, rank: int, group: dist.ProcessGroup, device: torch.device):
+        self.of_groups, share = where, group.size() // where.cp_size
+        if share > 1:
+            if where.seqlen_local % share:
+                raise ValueError(
+                    f"`mesh` must have a second dimension that divides the {where.seqlen_local} tokens of each of "
+                    f"{where.cp_size} groups of ranks, got {share}; give ContextParallelOptions a `chunk_size` that it "
+                    "divides"
+                )
+            where = where.parted(share)
         self.total, self.seqlen_local = where.total, where.seqlen_local
         self.cp_size, self.rank = where.cp_size, rank
         self.has_padding = where.total_padded > where.total

@@ -30,7 +30,7 @@ from magi_bench.ranks.strategies.varlen import LOCAL_KERNELS
 from magi_bench.ranks.suite import Magi, MagiHeads
 from magi_bench.workloads import lengths
 from magi_bench.world import World
-from magi_compile.dtensor import plan
+from magi_compile.dtensor import CostModel, plan
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.dispatch import dispatch
 from magi_compile.kernels.reference import exact_forward
@@ -115,19 +115,22 @@ def run_ours_with_heads(group, settings, mask):
     assert strategy.supports(problem, case) == []
     exact, _ = exact_and_plain(problem.workload, problem.inputs)
     ready = strategy.prepare(problem, case)
+    # The kernel alone, of the tokens of a group by a share of the heads.
+    share = strategy.mesh(problem).ulysses
+    assert ready.without_moves()[0].shape == (share * tokens, settings.nheads_q // share, 16)
     return errors_of(ready.call(), exact, strategy._positions, problem)
 
 
 @pytest.mark.parametrize("mask", [*MASKS, "sliding_window_causal"])
 def test_ours_across_groups_that_share_heads(four_ranks, mask):
-    for errors in four_ranks.run(run_ours_with_heads, SETTINGS, mask):
+    for errors in four_ranks.run(run_ours_with_heads, replace(SETTINGS, exposed=True), mask):
         assert all(error < 1e-5 for error in errors.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ulysses", [2, 4])
 def test_ours_across_groups_of_eight_ranks(eight_ranks, ulysses):
-    settings = replace(SETTINGS, ulysses_degree=ulysses)
+    settings = replace(SETTINGS, ulysses_degree=ulysses, exposed=True)
     for errors in eight_ranks.run(run_ours_with_heads, settings, "document_causal"):
         assert all(error < 1e-5 for error in errors.values())
 
@@ -136,7 +139,8 @@ def run_bytes_of_ours_with_heads(group):
     world = World("cpu")
     problem = Problem(SETTINGS, world, "causal", 64)
     spread, place = MagiHeads().spread(problem), world.rank // 2
-    loads = StageLoads.of(RankRows.of(dispatch(problem.workload.slices, 2)))
+    cost = CostModel.of_heads().of_share(2)
+    loads = StageLoads.of(RankRows.of(dispatch(problem.workload.slices, 2, cost=cost)))
     moved = [int(x[place]) for x in (loads.recv_rows, loads.send_rows)]
     return spread.received, spread.counted, moved
 
@@ -160,7 +164,7 @@ def run_ours_without_groups(group):
 
 def test_two_ranks_have_no_groups_that_share_heads(two_ranks):
     for reasons in two_ranks.run(run_ours_without_groups):
-        assert reasons == ["needs two groups of ranks that share heads, has 2 of 1: that is `magi`"]
+        assert reasons == ["needs two groups of two ranks that share heads, 2 ranks are 2 of 1"]
 
 
 def test_kernels_of_packed_documents(four_ranks):

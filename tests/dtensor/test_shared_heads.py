@@ -1,0 +1,261 @@
+"""Groups of ranks that share the heads of their tokens, and tokens over groups: what one process has."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from magi_compile import AttnSlices
+from magi_compile.dtensor import ContextParallelOptions, CostModel, context_parallel, plan
+from magi_compile.dtensor.planning.chunks import Placement
+from magi_compile.kernels.reference import exact_forward
+from tests.dtensor import test_any_mask as any_mask
+from tests.dtensor import test_packing_with_context_parallel as packing
+from tests.dtensor.test_packing_with_context_parallel import mesh_of
+
+S, HEADS, D = 160, 4, 8
+TWO = ContextParallelOptions(chunk_size=16, head_ranks=2)
+
+
+# Any mask, any score_mod, any way to call
+
+
+def run_eager(group, name):
+    make, score_mod = any_mask.CASES[name]
+    two = [replace(x, head_ranks=2) for x in (any_mask.SPREAD, any_mask.AT_ONCE, any_mask.UNEVEN)]
+    any_mask.step(group, make(), score_mod, two[0])
+    any_mask.step(group, make(), score_mod, two[1], any_mask.eagerly)
+    any_mask.step(group, make(1), score_mod, two[2], any_mask.ours)
+
+
+@pytest.mark.parametrize("name", any_mask.CASES)
+def test_eager(ranks_of, name):
+    ranks_of(4).run(run_eager, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["windows of heads, relative", "entries, relative"])
+def test_eager_over_eight_ranks(ranks_of, name):
+    ranks_of(8).run(run_eager, name)
+
+
+@pytest.mark.parametrize("name", ["scattered, alibi", "windows of heads, relative"])
+def test_compiled_it_is_one_graph_for_all_masks(ranks_of, name):
+    options = replace(any_mask.SPREAD, head_ranks=2)
+    ranks_of(4).run(any_mask.run_compiled, name, False, None, options)
+
+
+@pytest.mark.parametrize(
+    ("attention", "backend"),
+    [
+        *(("flex_attention", x) for x in (None, "aot_eager")),
+        *((x, None) for x in ("our_flex_attention", "flex_flash_attention")),
+    ],
+)
+def test_loss_and_gradients_of_a_model_as_it_is(ranks_of, attention, backend):
+    given = (packing.MASKS[:3], attention, packing.ODD, backend, TWO)
+    assert ranks_of(4).run(packing.train_inside, *given) == [0 if backend is None else 1] * 4
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_causal_sdpa(ranks_of, backend):
+    given = (["causal"], "causal_sdpa", packing.ODD, backend, TWO)
+    ranks_of(4).run(packing.train_inside, *given)
+
+
+def run_four_of_one_key(group, options):
+    """Four ranks share the heads of all tokens, and two key-value heads are fewer than these."""
+    for name in ("scattered, alibi", "windows of heads, relative"):
+        make, score_mod = any_mask.CASES[name]
+        any_mask.step(group, make(), score_mod, options)
+
+
+def test_fewer_key_value_heads_than_ranks(ranks_of):
+    ranks_of(4).run(run_four_of_one_key, replace(TWO, head_ranks=4))
+
+
+# Tokens
+
+
+def run_tokens(group):
+    p = plan(AttnSlices.causal(201), mesh_of(group, TWO), options=TWO)
+    x = torch.arange(2 * 201.0).view(2, 201)
+    whole = p.unshard(p.shard(x, 1), 1)
+    rolled = p.unshard(p.roll(p.shard(x, 1), -1, 1), 1)
+    labels = p.unshard(p.labels(torch.arange(201)), 0)
+    return (
+        [torch.equal(whole, x), torch.equal(rolled, x.roll(-1, 1)), labels.tolist()],
+        p.positions.tolist(),
+        (p.cp_size, p.rank, p.head_ranks, p.seqlen_local),
+    )
+
+
+def test_every_token_is_on_one_rank(ranks_of):
+    found = ranks_of(4).run(run_tokens)
+    for rank, (checks, _, numbers) in enumerate(found):
+        assert checks == [True, True, [*range(1, 201), -100]]
+        assert numbers[:3] == (4, rank, 2)
+    rows = numbers[3]
+    assert all(len(positions) == rows for _, positions, _ in found)
+    # Padding is at position 0, as that of any plan.
+    assert sorted(x for _, positions, _ in found for x in positions if x) == [*range(1, 201)]
+
+
+def test_parts_of_a_placement():
+    whole = Placement(90, 12, torch.tensor([[0, 3, 4, 7], [1, 2, 5, 6]]))
+    for number in (2, 3, 4, 6, 16):
+        parts = whole.parted(number)
+        assert (parts.cp_size, parts.total, parts.total_padded) == (2 * number, 90, 96)
+        assert torch.equal(parts.positions(), whole.positions())
+
+
+def test_rates_of_a_share():
+    whole = CostModel.of_heads(64, 8)
+    shared, direct = whole.of_share(8), CostModel.of_heads(8, 1)
+    for name, rate in vars(direct).items():
+        assert getattr(shared, name) == pytest.approx(rate), name
+    assert whole.of_share(1) is whole
+
+
+def run_cross(group):
+    """Two sequences, of which the ranks of a group hold equal parts."""
+    slices, generator = AttnSlices.full(160, 64), torch.Generator().manual_seed(0)
+    p = plan(slices, mesh_of(group, TWO), options=TWO)
+    q, k, v = (torch.randn(n, HEADS, D, generator=generator) for n in (160, 64, 64))
+    out, lse = p.attention(p.shard(q, 0), p.keys.shard(k, 0), p.keys.shard(v, 0), return_lse=True)
+    exact, exact_lse = exact_forward(q, k, v, slices, D**-0.5)
+    errors = (p.unshard(out, 0) - exact, p.unshard(lse, 1) - exact_lse)
+    return [float(x.abs().max()) for x in errors]
+
+
+def test_cross_attention(ranks_of):
+    for errors in ranks_of(4).run(run_cross):
+        assert max(errors) < 1e-5
+
+
+def run_host_plan(group):
+    """A worker's plan, by groups."""
+    mesh = mesh_of(group, TWO)
+    slices = AttnSlices.from_cu_seqlens([0, 70, 160], causal=True)
+    ranks = (2, mesh.get_coordinate()[0])
+    made = pickle.loads(pickle.dumps(plan(slices, ranks=ranks, options=TWO))).on(mesh)
+    direct = plan(slices, mesh, options=TWO)
+    return torch.equal(made.meta, direct.meta) and torch.equal(made.positions, direct.positions)
+
+
+def test_plans_of_workers(ranks_of):
+    assert ranks_of(4).run(run_host_plan) == [True] * 4
+
+
+# Costs
+
+
+def test_a_plan_is_over_groups_by_the_rates_of_a_share():
+    slices = AttnSlices.from_cu_seqlens([0, 30000, 65536], causal=True)
+    whole = plan(
+        slices, ranks=(2, 0), options=ContextParallelOptions(cost=CostModel.of_heads(8, 1))
+    )
+    shared = plan(slices, ranks=(2, 0), options=ContextParallelOptions(head_ranks=8))
+    assert torch.equal(whole.planned.dispatch.chunks, shared.planned.dispatch.chunks)
+    assert len(whole.planned.forward) == len(shared.planned.forward)
+    assert whole.planned.digest != shared.planned.digest
+
+
+def run_explained(group):
+    p = plan(AttnSlices.causal(160), mesh_of(group, TWO), options=TWO)
+    return str(p.explain()), p.explain().head_ranks
+
+
+def test_explanation(ranks_of):
+    for text, number in ranks_of(4).run(run_explained):
+        assert number == 2
+        assert "tokens    160 over 2 groups of 2 ranks that share heads, 80 a group (below" in text
+
+
+# What is wrong
+
+
+def run_other_masks(group):
+    """Ranks that share heads have other masks; ranks that exchange keys have the same."""
+    mesh = mesh_of(group, TWO)
+    seqlens = [0, 64, 160] if mesh.get_coordinate()[1] else [0, 80, 160]
+    p = plan(AttnSlices.from_cu_seqlens(seqlens, causal=True), mesh, options=TWO)
+    x = torch.randn(1, HEADS, p.seqlen_local, D)
+    with pytest.raises(ValueError, match=r"the plans of ranks \[1, 3\] differ from that of rank 0"):
+        p.attention(x, x, x)
+
+
+def test_ranks_that_share_heads_agree(ranks_of):
+    ranks_of(4).run(run_other_masks)
+
+
+def run_other_scores(group):
+    """A score_mod is the same on all ranks that have the same heads."""
+    mesh = mesh_of(group, TWO)
+    factor = 1 + mesh.get_coordinate()[0]
+    p = plan(AttnSlices.causal(160), mesh, options=TWO)
+    x = torch.randn(1, HEADS, p.seqlen_local, D)
+    p.attention(x, x, x, score_mod=lambda score, b, h, q, kv: score + h * kv)
+    with pytest.raises(ValueError, match="`score_mod` must be the same on all ranks"):
+        p.attention(x, x, x, score_mod=lambda score, b, h, q, kv: score + factor * kv)
+
+
+def test_scores_that_differ(ranks_of):
+    ranks_of(4).run(run_other_scores)
+
+
+def errors_of(group):
+    mesh, one = mesh_of(group, TWO), mesh_of(group)
+    slices, found = AttnSlices.causal(160), {}
+
+    def record(name, call, kind=ValueError):
+        with pytest.raises(kind) as raised:
+            call()
+        found[name] = str(raised.value)
+
+    record("two dimensions", lambda: plan(slices, mesh))
+    record("one dimension", lambda: plan(slices, one, options=TWO))
+    record("sizes", lambda: plan(slices, mesh, options=replace(TWO, head_ranks=4)))
+    host = plan(slices, ranks=(2, mesh.get_coordinate()[0]))
+    record("a worker's", lambda: host.on(mesh))
+    p = plan(slices, mesh, options=TWO)
+    x = torch.randn(1, HEADS, p.seqlen_local, D)
+    record("heads", lambda: p.attention(x[:, :3], x[:, :3], x[:, :3]))
+    record("rows", lambda: p.attention(*[torch.randn(1, HEADS, 80, D)] * 3))
+    wrapped = DTensor.from_local(x, mesh, (Shard(2), Shard(2)))
+    record("dtensors", lambda: p.attention(*[wrapped] * 3), NotImplementedError)
+    odd = ContextParallelOptions(chunk_size=5, head_ranks=2)
+    record("tokens", lambda: plan(AttnSlices.causal(30), mesh, options=odd))
+
+    def other_mesh():
+        with context_parallel(one, mask=p):
+            pass
+
+    record("the mesh of a block", other_mesh)
+    return found
+
+
+def test_errors(ranks_of):
+    found = ranks_of(4).run(errors_of)[0]
+    for name, words in {
+        "two dimensions": r"one dimension.*got 2 (cp,heads); take one of them, mesh['heads'], or say by `head_ranks`",
+        "one dimension": "`mesh` must be a DeviceMesh of two named dimensions, the second of 2 ranks that share heads",
+        "sizes": "`mesh` must have the 4 ranks that share heads in its second dimension",
+        "a worker's": "`mesh` must have one dimension",
+        "heads": "`q` must have heads that the 2 ranks which share them divide, got 3",
+        "rows": "`q` must have the 40 tokens of this rank in dimension 2, got 80",
+        "dtensors": "must be local tensors where ranks share heads",
+        "tokens": "must have a second dimension that divides the 15 tokens of each of 2 groups of ranks, got 2",
+        "the mesh of a block": "`mesh` must be a DeviceMesh of two named dimensions",
+    }.items():
+        first, *rest = words.split(".*")
+        assert first in found[name], found[name]
+        assert all(x in found[name] for x in rest), found[name]
+
+
+def test_the_number_of_ranks_is_checked():
+    for given, kind in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(kind, match="`head_ranks` must be"):
+            ContextParallelOptions(head_ranks=given)
