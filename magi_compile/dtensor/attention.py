@@ -22,6 +22,7 @@ from magi_compile.ops.dtensors import (
     PACKED,
     are_distributed,
     as_dtensors,
+    firsts_of,
     shards_of,
     share_of,
     shifted_score_mod,
@@ -94,7 +95,10 @@ def context_parallel_attention(
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
         q, k, v = shards[:3]
-        share, score_mod = share or share_of(shards), shifted_score_mod(score_mod, shards)
+        share, score_mod = (
+            share or share_of(shards),
+            shifted_score_mod(score_mod, *firsts_of(shards)),
+        )
     numbers = (softmax_scale, softcap, batch_entries, return_max_scores, kernel, collective)
     _check(q, k, v, plan, numbers, share)
     if softmax_scale is None:

@@ -30,6 +30,7 @@ from magi_compile.ops.dtensors import (
     are_distributed,
     as_dtensors,
     block_mask_of,
+    firsts_of,
     shards_of,
     shifted_score_mod,
 )
@@ -441,7 +442,7 @@ def _of_dtensors(
 ) -> Any:
     """`flex_attention` of DTensors; `others` are its arguments that no rank has to change."""
     shards = shards_of({"query": query, "key": key, "value": value}, PADDED)
-    score_mod = shifted_score_mod(score_mod, shards)
+    score_mod = shifted_score_mod(score_mod, *firsts_of(shards))
     block_mask = block_mask_of(block_mask, shards)
     result = flex_attention(*shards[:3], score_mod, block_mask, **others)
     if isinstance(result, Tensor):

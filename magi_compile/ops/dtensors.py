@@ -270,15 +270,20 @@ def _share(x: Any, dim: int) -> tuple[int, int] | None:
     return (first, number) if is_sharded else None
 
 
+def heads_that_are_read(first: int, number: int, group: int) -> list[int]:
+    """The heads of keys for `number` heads of queries from `first` on, where `group` in a row read one: one for each
+    part of a group, some of them twice where groups are cut."""
+    step = math.gcd(number, group)  # so many heads in a row read one, on every rank
+    return [head // group for head in range(first, first + number, step)]
+
+
 def _heads_that_are_read(
     x: Tensor, dim: int, q_heads: tuple[int, int], group: int, first_here: int
 ) -> Tensor:
     """The heads of keys or values for the heads `q_heads` of queries, where `group` in a row read one and `x` begins
     with head `first_here`: itself, or fewer, or, where groups are cut, one for each part of a group, some of them
     twice."""
-    first, number = q_heads
-    step = math.gcd(number, group)  # so many heads in a row read one, on every rank
-    wanted = [head // group - first_here for head in range(first, first + number, step)]
+    wanted = [head - first_here for head in heads_that_are_read(*q_heads, group)]
     if wanted == list(range(x.shape[dim])):
         return x
     if wanted == list(range(wanted[0], wanted[0] + len(wanted))):
@@ -294,14 +299,13 @@ def share_of(shards: Shards) -> tuple[int, ...]:
     are of both; else nothing."""
     if shards.heads is None and shards.entries is None:
         return ()
-    return *_firsts(shards), *shards.whole
+    return *firsts_of(shards), *shards.whole
 
 
-def shifted_score_mod(score_mod: Any, shards: Shards) -> Any:
-    """`score_mod` for this rank's heads and entries."""
-    if score_mod is None or (shards.heads is None and shards.entries is None):
+def shifted_score_mod(score_mod: Any, first_entry: int, first_head: int) -> Any:
+    """`score_mod` for batch entries and heads from these on."""
+    if score_mod is None or (first_entry, first_head) == (0, 0):
         return score_mod
-    first_entry, first_head = _firsts(shards)
 
     def shifted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score_mod(score, b + first_entry, h + first_head, q, kv)
@@ -336,7 +340,7 @@ _LISTS = (
 def _part_of(block_mask: BlockMask, shards: Shards) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask
 
-    mask_mod, (first_entry, first_head) = block_mask.mask_mod, _firsts(shards)
+    mask_mod, (first_entry, first_head) = block_mask.mask_mod, firsts_of(shards)
 
     def shifted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return mask_mod(b + first_entry, h + first_head, q, kv)
@@ -356,6 +360,7 @@ def _part_of(block_mask: BlockMask, shards: Shards) -> BlockMask:
     )
 
 
-def _firsts(shards: Shards) -> tuple[int, int]:
+def firsts_of(shards: Shards) -> tuple[int, int]:
+    """The numbers of the first batch entry and the first head of a rank."""
     entries, heads = shards.entries, shards.heads
     return 0 if entries is None else entries[0], 0 if heads is None else heads[0]

@@ -244,7 +244,7 @@ def test_errors(ranks_of):
         "one dimension": "`mesh` must be a DeviceMesh of two named dimensions, the second of 2 ranks that share heads",
         "sizes": "`mesh` must have the 4 ranks that share heads in its second dimension",
         "a worker's": "`mesh` must have one dimension",
-        "heads": "`q` must have heads that the 2 ranks which share them divide, got 3",
+        "heads": "`q` must have heads that the 2 ranks which share them divide, and that are.*, 3, got 3",
         "rows": "`q` must have the 40 tokens of this rank in dimension 2, got 80",
         "dtensors": "must be local tensors where ranks share heads",
         "tokens": "must have a second dimension that divides the 15 tokens of each of 2 groups of ranks, got 2",

@@ -234,9 +234,7 @@ class Groups(NamedTuple):
         dist.ProcessGroup
     )  # by whose ranks a plan is: where some share heads, one of each group of these
     tokens: dist.ProcessGroup  # all ranks
-    heads: DeviceMesh | None = (
-        None  # the mesh whose second dimension are those that share heads, if there are some
-    )
+    heads: dist.ProcessGroup | None = None  # those that share heads with this one, if some do
 
 
 class _Where(NamedTuple):
@@ -574,7 +572,7 @@ def groups_of(mesh: Any, head_ranks: int = 1) -> Groups:
             f"ContextParallelOptions says, got {mesh.size(1)}"
         )
     _check_member(mesh)
-    return Groups(mesh.get_group(0), _compat.group_of_all(mesh), mesh)
+    return Groups(mesh.get_group(0), _compat.group_of_all(mesh), mesh.get_group(1))
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:

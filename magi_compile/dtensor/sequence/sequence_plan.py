@@ -24,6 +24,7 @@ from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.ranks.agreement import call_together
 from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
+from magi_compile.dtensor.sequence.shared_heads import give_back, share_heads
 from magi_compile.dtensor.sequence.spread_mask import SpreadMask, SpreadSlices
 from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices
@@ -35,6 +36,8 @@ from magi_compile.ops.dtensors import (
     PADDED,
     are_distributed,
     as_dtensors,
+    firsts_of,
+    heads_that_are_read,
     shards_of,
     share_of,
     shifted_score_mod,
@@ -44,7 +47,6 @@ from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import check_options
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
     from magi_compile.dtensor.sequence.make_plan import HostPlan
@@ -60,7 +62,7 @@ class SequencePlan(SpreadTokens):
         host: the plan before it had a group and a device.
         attention: the ranks by which the plan is.
         tokens: all ranks that hold tokens; more than those where ranks share heads.
-        heads: the mesh along whose second dimension they do; None where none does.
+        heads: the ranks that share heads with this one; None where none does.
         device: of the mesh.
         keys: how the keys are spread, where they are not the tokens themselves.
 
@@ -75,15 +77,18 @@ class SequencePlan(SpreadTokens):
         host: HostPlan,
         attention: dist.ProcessGroup,
         tokens: dist.ProcessGroup,
-        heads: DeviceMesh | None,
+        heads: dist.ProcessGroup | None,
         device: torch.device,
         keys: SpreadTokens | None = None,
     ):
         planned, slices, where = host.planned, host.slices, host.planned.dispatch
         super().__init__(where, tokens.rank(), tokens, device)
-        self.head_ranks, self._head_mesh = planned.head_ranks, heads
-        self._over = attention.group_name
+        self.head_ranks, self._over = planned.head_ranks, attention.group_name
+        self._heads: tuple[str, int] | None = (
+            None  # the group that shares them, and this rank there
+        )
         if heads is not None:
+            self._heads = heads.group_name, heads.rank()
             call_together(attention, tokens)
         self._keys, self.is_cross = keys, keys is not None
         self.meta, self.data = planned.tensors(device)
@@ -310,65 +315,19 @@ class SequencePlan(SpreadTokens):
                 )
         if self._of_unknown:
             self._refuse_several(q)
-        options = (meta, scale, softcap, score_mod, return_max_scores)
-        if self._head_mesh is not None:
-            return self._attend_by_heads(q, k, v, *options)
-        return self._attend(q, k, v, *options)
-
-    def _attend_by_heads(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> AttnOutput:
-        """`attend` where ranks share heads: each gets the tokens of all of its group for its share of the heads, and
-        the output goes back."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        mesh, number = self._head_mesh, self.head_ranks
-        if are_distributed(q, k, v):
-            raise NotImplementedError(
-                "`q`, `k` and `v` must be local tensors where ranks share heads (`head_ranks` of "
-                "ContextParallelOptions), got DTensors; pass x.to_local()"
-            )
-        self._check_tensors({"q": q, "k": k, "v": v}, self.seqlen_local, self.keys.seqlen_local)
-        if q.shape[1] % number:
-            raise ValueError(
-                f"`q` must have heads that the {number} ranks which share them divide, got {q.shape[1]}"
-            )
-        layout = PADDED if q.ndim == 4 else PACKED
-        tokens, heads = Shard(layout.tokens), Shard(layout.heads)
-
-        def shared(x: Tensor) -> Any:
-            # Grouped heads that do not divide are there on every rank, which takes those that its queries read.
-            to = heads if x.shape[layout.heads] % number == 0 else Replicate()
-            here = DTensor.from_local(x, mesh, (tokens, tokens), run_check=False)
-            return here.redistribute(placements=(tokens, to))
-
-        def back(x: Any, dim: int) -> Any:
-            if x is None:
-                return None
-            return x.redistribute(placements=(Shard(dim), Shard(dim))).to_local()
-
-        out, *rows = self._attend(shared(q), shared(k), shared(v), *options)
-        out = in_memory_order(back(out, layout.tokens), memory_order(q.stride()))
-        return AttnOutput(out, *(back(x, layout.in_lse[layout.tokens]) for x in rows))
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: Tensor,
-        scale: float | None,
-        softcap: float,
-        score_mod: Callable[..., Any] | None,
-        return_max_scores: bool,
-    ) -> AttnOutput:
-        """`attend` over the ranks by which the plan is."""
         shards, layout = None, PADDED if q.ndim == 4 else PACKED
         share: tuple[int, ...] = ()
         if are_distributed(q, k, v):
+            if self._heads is not None:
+                raise NotImplementedError(
+                    "`q`, `k` and `v` must be local tensors where ranks share heads (`head_ranks` of "
+                    "ContextParallelOptions), got DTensors; pass x.to_local()"
+                )
             shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
             q, k, v = shards[:3]
-            share, score_mod = share_of(shards), shifted_score_mod(score_mod, shards)
-        lengths = (self.of_groups.seqlen_local, self.keys.of_groups.seqlen_local)
-        self._check_tensors({"q": q, "k": k, "v": v}, *lengths)
+            share = share_of(shards)
+            score_mod = shifted_score_mod(score_mod, *firsts_of(shards))
+        self._check_tensors({"q": q, "k": k, "v": v})
         tensors = PlanTensors(meta, self.data)
         options: dict[str, Any] = {
             "softmax_scale": scale,
@@ -377,21 +336,61 @@ class SequencePlan(SpreadTokens):
             "score_mod": score_mod,
             "share": share if self._entries.number > 1 else (),
         }
-        if q.ndim == 3:
-            found = context_parallel_attention(q, k, v, tensors, self._over, **options)
-            return AttnOutput(*as_dtensors(shards, layout, *found))
-        # Entries of a batch have one mask, so they are more heads.
-        batch, nheads = q.shape[:2]
         order = memory_order(q.stride())
-        q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
-        out, *rows = context_parallel_attention(
-            *(q, k, v, tensors, self._over), batch_entries=batch, **options
-        )
-        out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
-        by_entry = (None if x is None else x.unflatten(0, (batch, nheads)) for x in rows)
-        return AttnOutput(*as_dtensors(shards, layout, out, *by_entry))
+        batch, nheads = (1, q.shape[1]) if q.ndim == 3 else q.shape[:2]
+        if is_padded := q.ndim == 4:
+            # Entries of a batch have one mask, so they are more heads.
+            q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
+            options["batch_entries"] = batch
+        if self._heads is None:
+            out, *rows = context_parallel_attention(q, k, v, tensors, self._over, **options)
+        else:
+            out, *rows = self._attend_by_heads(q, k, v, tensors, batch, options)
+        if is_padded:
+            out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
+            rows = [None if x is None else x.unflatten(0, (batch, nheads)) for x in rows]
+        return AttnOutput(*as_dtensors(shards, layout, out, *rows))
 
-    def _check_tensors(self, tensors: dict[str, Tensor], rows: int, keys: int) -> None:
+    def _attend_by_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: PlanTensors,
+        batch: int,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attention of packed rows where ranks share heads, by the plan of their groups."""
+        assert self._heads is not None
+        name, rank = self._heads
+        number, (nheads_q, nheads_kv) = self.head_ranks, (x.shape[1] // batch for x in (q, k))
+        if nheads_q % number or nheads_kv == 0 or nheads_q % nheads_kv:
+            raise ValueError(
+                f"`q` must have heads that the {number} ranks which share them divide, and that are a multiple of "
+                f"those of `k`, {nheads_kv}, got {nheads_q}"
+            )
+        # Of each rank, as many for each.
+        group, heads = nheads_q // nheads_kv, nheads_q // number
+        read = [x for i in range(number) for x in heads_that_are_read(i * heads, heads, group)]
+        if read != [*range(nheads_kv)]:
+            by_entry = (x.unflatten(1, (batch, nheads_kv)) for x in (k, v))
+            k, v = (
+                torch.cat([x.narrow(2, head, 1) for head in read], 2).flatten(1, 2)
+                for x in by_entry
+            )
+        q, k, v = (share_heads(x, batch, name) for x in (q, k, v))
+        first = rank * heads
+        score_mod = shifted_score_mod(options["score_mod"], 0, first)
+        share = (0, first, batch, nheads_q) if self._entries.number > 1 else ()
+        options = {**options, "score_mod": score_mod, "share": share}
+        out, *rows = context_parallel_attention(q, k, v, tensors, self._over, **options)
+        lse, max_scores = (
+            None if x is None else give_back(x.T[:, :, None], batch, name)[:, :, 0].T for x in rows
+        )
+        assert lse is not None
+        return give_back(out, batch, name), lse, max_scores
+
+    def _check_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Raises where q, k or v are elsewhere, or have other numbers of tokens or batch entries."""
         batch = tensors["q"].shape[0]
         for name, x in tensors.items():
@@ -399,10 +398,12 @@ class SequencePlan(SpreadTokens):
                 raise ValueError(
                     f"`{name}` must be on the device of the mesh, {self.device}, got {x.device}"
                 )
-            length, what = rows, "tokens"
+            tokens: SpreadTokens = self
+            what = "tokens"
             if name != "q" and self.is_cross:
-                length, what = keys, "keys"
-            check_length(name, x, 2 if x.ndim == 4 else 0, length, "of this rank", what)
+                tokens, what = self.keys, "keys"
+            length, dim = tokens.seqlen_local, 2 if x.ndim == 4 else 0
+            check_length(name, x, dim, length, "of this rank", what)
             if x.ndim == 4 and x.shape[0] != batch:
                 raise ValueError(
                     f"`{name}` must have the batch size of `q`, {batch}, got {x.shape[0]}"
