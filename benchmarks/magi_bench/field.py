@@ -559,7 +559,7 @@ def plot(points: Sequence[Point], path: Path, title: str, documents: str) -> Non
             here = [x for x in points if (x.work.domain, x.work.mask) == (domain, mask)]
             for name, color in zip(names, colors, strict=True):
                 mine = [x for x in here if x.name == name]
-                style = {"color": color, "linewidth": 2.5 if name in OURS else 1.2}
+                style = {"color": color, "linewidth": 2.5 if name.startswith("magi") else 1.2}
                 places = [(x.work.cp, tflops[0]) for x in mine if (tflops := x.predicted())]
                 if places:
                     axes.plot(*zip(*places, strict=True), label=f"{name}, predicted", **style)
