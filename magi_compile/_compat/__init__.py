@@ -27,7 +27,6 @@ from magi_compile._compat.distributed import (
     block_mask_of_torch_rank,
     context_parallel_style_of_torch,
     default_group_name,
-    group_of_all,
     indices_of_load_balancer,
     load_balancer_of_torch,
     own_store_of,

@@ -20,12 +20,6 @@ def resolve_process_group(name: str, argument: str = "group") -> Any:
         ) from error
 
 
-def group_of_all(mesh: Any) -> Any:
-    """The process group of all ranks of a mesh with names, in their order; made in the first call, which all ranks of
-    the job do together."""
-    return mesh._flatten().get_group()
-
-
 def default_group_name() -> str:
     """The name of the default process group, also while a graph is traced."""
     return torch.distributed.distributed_c10d._get_default_group().group_name

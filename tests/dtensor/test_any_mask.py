@@ -196,13 +196,13 @@ def step(group, mask, score_mod, options, attend=None):
     expected = on_one_process(mask, score_mod)
     given, dout, dlse = inputs()
     if attend is None:
-        p = plan(mask, mesh_of(group, options), options=options)
+        p = plan(mask, mesh_of(group), options=options)
         _step(group, p, p, expected, (given, dout, dlse), score_mod, planned)
         return
     buffers = [given[0].clone()]
     padding = [0]
     with context_parallel(
-        mesh_of(group, options),
+        mesh_of(group),
         mask=mask,
         buffers=buffers,
         buffer_seq_dims=[2],
@@ -299,7 +299,7 @@ def run_compiled(group, name, checkpointing, backend, options=SPREAD):
         mask = make(seed)
         expected = on_one_process(mask, score_mod)
         tensors, dout, dlse = inputs()
-        with context_parallel(mesh_of(group, options), mask=mask, options=options) as p:
+        with context_parallel(mesh_of(group), mask=mask, options=options) as p:
             leaves = leaves_of([*(p.shard(x, 2) for x in tensors[:3]), *tensors[3:]])
             q, k, v, *learned = leaves
             out, lse = compiled(q, k, v, mask, *learned)

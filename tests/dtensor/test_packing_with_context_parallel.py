@@ -3,7 +3,6 @@ ranks, labels are shifted after tokens are spread, padding is counted. Here loss
 process."""
 
 from fractions import Fraction
-from functools import cache
 
 import pytest
 import torch
@@ -34,18 +33,8 @@ CUTS = [[64, 90, 91, 140], [7], [100, 101, 102, 180, 199], [1, 150]]
 EVEN, ODD = 256, 201  # 201 tokens are padded
 
 
-def mesh_of(group, options=OPTIONS):
-    """The ranks of a group, which are all; in two dimensions where some share heads."""
-    if options.head_ranks == 1:
-        return DeviceMesh.from_group(group, "cpu")
-    return in_two_dimensions(group.size(), options.head_ranks)
-
-
-@cache
-def in_two_dimensions(size, head_ranks):
-    return DeviceMesh(
-        "cpu", torch.arange(size).view(-1, head_ranks), mesh_dim_names=("cp", "heads")
-    )
+def mesh_of(group):
+    return DeviceMesh.from_group(group, "cpu")
 
 
 def check(group, model, loss, expected):
@@ -74,7 +63,7 @@ def train_inside(
     group, names, attention, seqlen, backend=None, options=OPTIONS, *, batch=1, checkpointing=None
 ):
     """Steps with new masks: the model as it is, inside of the context. How many graphs that took."""
-    mesh = mesh_of(group, options)
+    mesh = mesh_of(group)
     model = make(getattr(transformer, attention), checkpointing)
     step = step_of(model, backend)
     for name, cuts in zip(names, CUTS, strict=False):

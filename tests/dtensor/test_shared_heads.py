@@ -1,14 +1,17 @@
 """Groups of ranks that share the heads of their tokens, and tokens over groups: what one process has."""
 
+import inspect
 import pickle
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from magi_compile import AttnSlices
-from magi_compile.dtensor import ContextParallelOptions, CostModel, context_parallel, plan
+from magi_compile.dtensor import ContextParallelOptions, CostModel, plan
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.kernels.reference import exact_forward
 from tests.dtensor import test_any_mask as any_mask
@@ -80,7 +83,7 @@ def test_fewer_key_value_heads_than_ranks(ranks_of):
 
 
 def run_tokens(group):
-    p = plan(AttnSlices.causal(201), mesh_of(group, TWO), options=TWO)
+    p = plan(AttnSlices.causal(201), mesh_of(group), options=TWO)
     x = torch.arange(2 * 201.0).view(2, 201)
     whole = p.unshard(p.shard(x, 1), 1)
     rolled = p.unshard(p.roll(p.shard(x, 1), -1, 1), 1)
@@ -122,7 +125,7 @@ def test_rates_of_a_share():
 def run_cross(group):
     """Two sequences, of which the ranks of a group hold equal parts."""
     slices, generator = AttnSlices.full(160, 64), torch.Generator().manual_seed(0)
-    p = plan(slices, mesh_of(group, TWO), options=TWO)
+    p = plan(slices, mesh_of(group), options=TWO)
     q, k, v = (torch.randn(n, HEADS, D, generator=generator) for n in (160, 64, 64))
     out, lse = p.attention(p.shard(q, 0), p.keys.shard(k, 0), p.keys.shard(v, 0), return_lse=True)
     exact, exact_lse = exact_forward(q, k, v, slices, D**-0.5)
@@ -137,9 +140,9 @@ def test_cross_attention(ranks_of):
 
 def run_host_plan(group):
     """A worker's plan, by groups."""
-    mesh = mesh_of(group, TWO)
+    mesh = mesh_of(group)
     slices = AttnSlices.from_cu_seqlens([0, 70, 160], causal=True)
-    ranks = (2, mesh.get_coordinate()[0])
+    ranks = (4, mesh.get_local_rank())
     made = pickle.loads(pickle.dumps(plan(slices, ranks=ranks, options=TWO))).on(mesh)
     direct = plan(slices, mesh, options=TWO)
     return torch.equal(made.meta, direct.meta) and torch.equal(made.positions, direct.positions)
@@ -157,14 +160,34 @@ def test_a_plan_is_over_groups_by_the_rates_of_a_share():
     whole = plan(
         slices, ranks=(2, 0), options=ContextParallelOptions(cost=CostModel.of_heads(8, 1))
     )
-    shared = plan(slices, ranks=(2, 0), options=ContextParallelOptions(head_ranks=8))
+    shared = plan(slices, ranks=(16, 3), options=ContextParallelOptions(head_ranks=8))
     assert torch.equal(whole.planned.dispatch.chunks, shared.planned.dispatch.chunks)
     assert len(whole.planned.forward) == len(shared.planned.forward)
     assert whole.planned.digest != shared.planned.digest
 
 
+@pytest.mark.parametrize(
+    ("hosts", "of_groups"),
+    [
+        (4, (0, 0, 1, 1)),
+        (8, None),
+        ((0, 0, 1, 1, 1, 1, 0, 0), (0, 1, 1, 0)),
+    ],
+)
+def test_hosts_are_those_of_ranks(hosts, of_groups):
+    options = ContextParallelOptions(head_ranks=2, hosts=hosts)
+    p = plan(AttnSlices.causal(4096), ranks=(8, 5), options=options)
+    assert (p.planned.hosts, p.planned.rank) == (of_groups, 2)
+
+
+def test_hosts_are_as_many_as_ranks():
+    options = ContextParallelOptions(head_ranks=2, hosts=(0, 0, 1, 1))
+    with pytest.raises(ValueError, match="host of each of 8 ranks, got 4"):
+        plan(AttnSlices.causal(4096), ranks=(8, 5), options=options)
+
+
 def run_explained(group):
-    p = plan(AttnSlices.causal(160), mesh_of(group, TWO), options=TWO)
+    p = plan(AttnSlices.causal(160), mesh_of(group), options=TWO)
     return str(p.explain()), p.explain().head_ranks
 
 
@@ -179,8 +202,8 @@ def test_explanation(ranks_of):
 
 def run_other_masks(group):
     """Ranks that share heads have other masks; ranks that exchange keys have the same."""
-    mesh = mesh_of(group, TWO)
-    seqlens = [0, 64, 160] if mesh.get_coordinate()[1] else [0, 80, 160]
+    mesh = mesh_of(group)
+    seqlens = [0, 64, 160] if mesh.get_local_rank() % 2 else [0, 80, 160]
     p = plan(AttnSlices.from_cu_seqlens(seqlens, causal=True), mesh, options=TWO)
     x = torch.randn(1, HEADS, p.seqlen_local, D)
     with pytest.raises(ValueError, match=r"the plans of ranks \[1, 3\] differ from that of rank 0"):
@@ -193,8 +216,8 @@ def test_ranks_that_share_heads_agree(ranks_of):
 
 def run_other_scores(group):
     """A score_mod is the same on all ranks that have the same heads."""
-    mesh = mesh_of(group, TWO)
-    factor = 1 + mesh.get_coordinate()[0]
+    mesh = mesh_of(group)
+    factor = 1 + mesh.get_local_rank() // 2
     p = plan(AttnSlices.causal(160), mesh, options=TWO)
     x = torch.randn(1, HEADS, p.seqlen_local, D)
     p.attention(x, x, x, score_mod=lambda score, b, h, q, kv: score + h * kv)
@@ -207,52 +230,62 @@ def test_scores_that_differ(ranks_of):
 
 
 def errors_of(group):
-    mesh, one = mesh_of(group, TWO), mesh_of(group)
-    slices, found = AttnSlices.causal(160), {}
+    mesh, slices, found = mesh_of(group), AttnSlices.causal(160), {}
 
     def record(name, call, kind=ValueError):
         with pytest.raises(kind) as raised:
             call()
         found[name] = str(raised.value)
 
-    record("two dimensions", lambda: plan(slices, mesh))
-    record("one dimension", lambda: plan(slices, one, options=TWO))
-    record("sizes", lambda: plan(slices, mesh, options=replace(TWO, head_ranks=4)))
-    host = plan(slices, ranks=(2, mesh.get_coordinate()[0]))
-    record("a worker's", lambda: host.on(mesh))
+    record("ranks", lambda: plan(slices, mesh, options=replace(TWO, head_ranks=3)))
+    record("ranks of a worker", lambda: plan(slices, ranks=(5, 0), options=TWO))
+    other = plan(slices, ranks=(4, (mesh.get_local_rank() + 2) % 4), options=TWO)
+    record("another worker's", lambda: other.on(mesh))
     p = plan(slices, mesh, options=TWO)
     x = torch.randn(1, HEADS, p.seqlen_local, D)
     record("heads", lambda: p.attention(x[:, :3], x[:, :3], x[:, :3]))
     record("rows", lambda: p.attention(*[torch.randn(1, HEADS, 80, D)] * 3))
-    wrapped = DTensor.from_local(x, mesh, (Shard(2), Shard(2)))
+    wrapped = DTensor.from_local(x, mesh, [Shard(2)])
     record("dtensors", lambda: p.attention(*[wrapped] * 3), NotImplementedError)
     odd = ContextParallelOptions(chunk_size=5, head_ranks=2)
     record("tokens", lambda: plan(AttnSlices.causal(30), mesh, options=odd))
-
-    def other_mesh():
-        with context_parallel(one, mask=p):
-            pass
-
-    record("the mesh of a block", other_mesh)
+    descending = dist.new_group([3, 2, 1, 0], sort_ranks=False)
+    record("descending", lambda: plan(slices, descending, options=TWO))
     return found
 
 
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this PyTorch sorts the ranks of a group",
+)
 def test_errors(ranks_of):
     found = ranks_of(4).run(errors_of)[0]
     for name, words in {
-        "two dimensions": r"one dimension.*got 2 (cp,heads); take one of them, mesh['heads'], or say by `head_ranks`",
-        "one dimension": "`mesh` must be a DeviceMesh of two named dimensions, the second of 2 ranks that share heads",
-        "sizes": "`mesh` must have the 4 ranks that share heads in its second dimension",
-        "a worker's": "`mesh` must have one dimension",
-        "heads": "`q` must have heads that the 2 ranks which share them divide, and that are.*, 3, got 3",
+        "ranks": "`head_ranks` of ContextParallelOptions must divide the 4 ranks of `mesh` or `ranks`, got 3",
+        "ranks of a worker": "must divide the 5 ranks of `mesh` or `ranks`, got 2",
+        "another worker's": "2 groups of 2 ranks of which this is 1, got 2 groups of 2 ranks of which this is 0",
+        "heads": "`q` must have heads that the 2 ranks which share them divide",
         "rows": "`q` must have the 40 tokens of this rank in dimension 2, got 80",
         "dtensors": "must be local tensors where ranks share heads",
-        "tokens": "must have a second dimension that divides the 15 tokens of each of 2 groups of ranks, got 2",
-        "the mesh of a block": "`mesh` must be a DeviceMesh of two named dimensions",
+        "tokens": "must divide the 15 tokens of each of 2 groups of ranks, got 2; give a `chunk_size` that it divides",
+        "descending": "`mesh` must have its ranks in ascending order where they share heads",
     }.items():
-        first, *rest = words.split(".*")
-        assert first in found[name], found[name]
-        assert all(x in found[name] for x in rest), found[name]
+        assert words in found[name], found[name]
+
+
+def run_parts_of_a_mesh(group):
+    """Two groups of ranks with other masks, each of which makes groups of its own."""
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "cp"))
+    seqlens = [0, 50 + 30 * mesh.get_local_rank("dp"), 160]
+    slices = AttnSlices.from_cu_seqlens(seqlens, causal=True)
+    p = plan(slices, mesh["cp"], options=TWO)
+    q, k, v = torch.randn(3, 160, HEADS, D, generator=torch.Generator().manual_seed(seqlens[1]))
+    out = p.unshard(p.attention(*(p.shard(x, 0) for x in (q, k, v))), 0)
+    return float((out - exact_forward(q, k, v, slices, D**-0.5)[0]).abs().max())
+
+
+def test_data_parallelism_beside_it(ranks_of):
+    assert max(ranks_of(4).run(run_parts_of_a_mesh)) < 1e-5
 
 
 def test_the_number_of_ranks_is_checked():

@@ -58,6 +58,10 @@ CASES = {
         "trainer",
         {"name": "gpt_oss", "options": ContextParallelOptions()},
     ),
+    "gemma3, shared heads": (
+        "trainer",
+        {"name": "gemma3", "options": ContextParallelOptions(chunk_size=8, head_ranks=2)},
+    ),
     "gemma2": ("trainer", {"name": "gemma2"}),
     "llama4": ("trainer", {"name": "llama4"}),
     "llama, stream, tokens counted": (

@@ -10,13 +10,11 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from magi_bench import arguments, runner, world
@@ -163,7 +161,7 @@ class MagiHeads(Magi):
         share, place = mesh.ulysses, world.rank // mesh.ulysses
         made = plan(
             problem.workload.slices,
-            mesh_of(world.kind, mesh.ring, share),
+            world.mesh,
             options=ContextParallelOptions(head_ranks=share),
         )
         self._of_group = made.of_groups.positions(place).to(world.device)
@@ -175,12 +173,6 @@ class MagiHeads(Magi):
         exchanged = whole // settings.nheads_kv * (share - 1) // share
         moved = (exchanged + rows * row // share, exchanged + (rows + sent) * row // share)
         return base.Spread(made.positions, made.attention, moved, "plan")
-
-
-@cache
-def mesh_of(kind: str, groups: int, share: int) -> DeviceMesh:
-    """All ranks, as groups of so many neighbours that share heads."""
-    return init_device_mesh(kind, (groups, share), mesh_dim_names=("cp", "heads"))
 
 
 class TorchContextParallel(base.RanksContender):

@@ -74,9 +74,8 @@ class ContextParallelOptions:
             share one. None: `plan` takes what torchrun says, `plan_rank` takes all to be on one.
         hierarchical: whether rows cross hosts once for each host that needs them, and are handed on there. None asks
             the cost model.
-        head_ranks: how many ranks share the heads of each group of them, over which tokens are spread. A plan's ranks
-            are these groups then, and a row is one of a rank's share of the heads. `plan` takes the second dimension of
-            its mesh.
+        head_ranks: how many neighbouring ranks share the heads of their tokens. `plan` divides its ranks into groups
+            of so many; for `plan_rank` a rank is such a group, and a row has a rank's share of the heads.
     """
 
     strategy: StrategyName = "local"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from magi_compile._warnings import warn_once
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
-from magi_compile.dtensor.planning.hosts import launched_hosts, launched_ranks
+from magi_compile.dtensor.planning.hosts import hosts_of, launched_hosts, launched_ranks
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import (
     Ahead,
@@ -94,9 +95,10 @@ class HostPlan:
         group = groups.attention
         have, want = (group.size(), group.rank()), (where.dispatch.cp_size, where.rank)
         if have != want:
+            which = "ranks" if where.head_ranks == 1 else f"groups of {where.head_ranks} ranks"
             raise ValueError(
-                f"`mesh` must be that of `ranks`, {want[0]} ranks of which this is {want[1]}, got "
-                f"{have[0]} ranks of which this is {have[1]}"
+                f"`mesh` must be that of `ranks`, {want[0]} {which} of which this is {want[1]}, got "
+                f"{have[0]} {which} of which this is {have[1]}"
             )
         return _placed([self], [None], groups, _device_of(mesh))[0]
 
@@ -190,9 +192,8 @@ def plan(
         mask: the mask of the whole sequence: a BlockMask (PyTorch's or that of `magi_compile.create_block_mask`),
             `AttnSlices`, or a mask_mod. None is causal. Where batch entries or heads have masks of their own, a
             BlockMask that is made for as many.
-        mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group. With `head_ranks`
-            among `options` a mesh of two, `mesh["cp", "heads"]`, the ranks along whose second one share heads: the
-            first plan of such a mesh makes a process group of all its ranks, which all ranks of the job do together.
+        mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group. Where some share
+            heads (`head_ranks` of `options`), its first plan makes two process groups, which its ranks do together.
         masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed
             once, so that each rank has the same total work.
         weights: how many layers have each of `masks`, as a list or dict like it; 1 each by default.
@@ -206,8 +207,7 @@ def plan(
             where the keys are placed here.
         ranks: instead of `mesh`, `(cp_size, rank)`, for a process that has no process group, such as a worker of a
             DataLoader. Gives a `HostPlan`, which can be pickled, and whose `on(mesh)` is the `SequencePlan`. Where
-            hosts are not among `options`, ranks are taken for neighbours in the job, from rank 0 on. Of a mesh of two
-            dimensions they are the size and the place along the first, and `options` have its second as `head_ranks`.
+            hosts are not among `options`, ranks are taken for neighbours in the job, from rank 0 on.
 
     Returns:
         This rank's `SequencePlan`, with `ranks` its `HostPlan`. For `masks`, one plan for each, in a list or dict like
@@ -215,7 +215,7 @@ def plan(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: the mesh has more than two dimensions or lacks this process; `seqlen` is missing or differs from the
+        ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the
             mask's; `masks` have different lengths; `weights` do not fit them; `permutation` is not a permutation of the
             sequence; `keys` are not as many as those of the mask; `ranks` are no rank of so many, or come with `mesh`
             or `keys`.
@@ -256,8 +256,9 @@ class _Where(NamedTuple):
                 if x is not None:
                     raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
             size, rank = _ranks_of(ranks)
-            first = range(0, size * head_ranks, head_ranks)
-            return _Where(None, torch.device("cpu"), size, rank, first)
+            _check_divides(size, head_ranks)
+            first, cpu = range(0, size, head_ranks), torch.device("cpu")
+            return _Where(None, cpu, size // head_ranks, rank // head_ranks, first)
         groups = groups_of(mesh, head_ranks)
         group = groups.attention
         in_job = dist.get_process_group_ranks(group)
@@ -293,7 +294,14 @@ def _planned(
 ) -> Callable[[], Any]:
     """Does what `plan` does on the host, and returns the function that does the rest, on the device."""
     groups, device, size, rank, in_job = where
-    if isinstance(options, ContextParallelOptions) and options.hosts is None:
+    if not isinstance(options, ContextParallelOptions):
+        pass  # an error below
+    elif options.hosts is not None:
+        if (share := options.head_ranks) > 1:
+            # Those of ranks, of which a plan has one for each group that shares heads.
+            of_ranks = hosts_of(options.hosts, size * share)
+            options = replace(options, hosts=size if of_ranks is None else of_ranks[::share])
+    else:
         if options.hierarchical and not launched_ranks():
             warn_once(
                 "`hierarchical=True` changes nothing: torchrun does not say which ranks share a host, so all are taken "
@@ -556,23 +564,41 @@ def _given(of_mask: Converted, entries: Entries) -> _Given:
     return _Given(Cover.of(of_mask.slices, entries), unknown)
 
 
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, Groups]] = WeakKeyDictionary()
+
+
 def groups_of(mesh: Any, head_ranks: int = 1) -> Groups:
-    """The ranks of a mesh of one dimension or a process group; where so many share heads, of a mesh of two."""
+    """The ranks of a mesh of one dimension or of a process group, of which so many neighbours share heads. All of them
+    make the groups of those together, the first time."""
+    group = group_of(mesh)
     if head_ranks == 1:
-        group = group_of(mesh)
         return Groups(group, group)
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:
+    made = _groups.setdefault(group, {})
+    if head_ranks not in made:
+        ranks, number, rank = dist.get_process_group_ranks(group), group.size(), group.rank()
+        _check_divides(number, head_ranks)
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"`mesh` must have its ranks in ascending order where they share heads (`head_ranks`), got {ranks}"
+            )
+        first, place = rank - rank % head_ranks, rank % head_ranks
+        parts = (ranks[first : first + head_ranks], ranks[place::head_ranks])
+        options: dict[str, Any] = {
+            "backend": dist.get_backend_config(group),
+            "timeout": _compat.timeout_of(group),
+            "use_local_synchronization": True,  # others need not call it
+        }
+        heads, attention = (dist.new_group(x, **options) for x in parts)
+        made[head_ranks] = Groups(attention, group, heads)
+    return made[head_ranks]
+
+
+def _check_divides(number: int, head_ranks: int) -> None:
+    if number % head_ranks:
         raise ValueError(
-            f"`mesh` must be a DeviceMesh of two named dimensions, the second of {head_ranks} ranks that share heads, "
-            f"as `head_ranks` of ContextParallelOptions says, got {mesh}"
+            f"`head_ranks` of ContextParallelOptions must divide the {number} ranks of `mesh` or `ranks`, got "
+            f"{head_ranks}"
         )
-    if mesh.size(1) != head_ranks:
-        raise ValueError(
-            f"`mesh` must have the {head_ranks} ranks that share heads in its second dimension, as `head_ranks` of "
-            f"ContextParallelOptions says, got {mesh.size(1)}"
-        )
-    _check_member(mesh)
-    return Groups(mesh.get_group(0), _compat.group_of_all(mesh), mesh.get_group(1))
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:
@@ -589,8 +615,7 @@ def group_of(mesh: Any) -> dist.ProcessGroup:
         which = f"mesh[{names[-1]!r}]" if names else "a mesh with mesh_dim_names, by name"
         raise ValueError(
             f"`mesh` must have one dimension, the ranks that share a sequence, got {mesh.ndim}"
-            f"{f' ({chr(44).join(names)})' if names else ''}; take one of them, {which}, or say by `head_ranks` of "
-            "ContextParallelOptions that ranks along the second one share heads"
+            f"{f' ({chr(44).join(names)})' if names else ''}; take one of them, {which}"
         )
     _check_member(mesh)
     return mesh.get_group()

@@ -43,9 +43,8 @@ class SpreadTokens:
         if share > 1:
             if where.seqlen_local % share:
                 raise ValueError(
-                    f"`mesh` must have a second dimension that divides the {where.seqlen_local} tokens of each of "
-                    f"{where.cp_size} groups of ranks, got {share}; give ContextParallelOptions a `chunk_size` that it "
-                    "divides"
+                    f"`head_ranks` of ContextParallelOptions must divide the {where.seqlen_local} tokens of each of "
+                    f"{where.cp_size} groups of ranks, got {share}; give a `chunk_size` that it divides"
                 )
             where = where.parted(share)
         self.total, self.seqlen_local = where.total, where.seqlen_local
