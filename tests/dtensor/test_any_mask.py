@@ -725,6 +725,9 @@ def run_wrong_use(group):
         ValueError, match="`q` must have the 4 heads that have masks of their own, got 2"
     ):
         attend(of_heads(), *(x[:, :2] for x in (q, k, v)))
+    p, packed = plan(of_entries(), mesh, options=SPREAD), torch.randn(80, HEADS, D)
+    with pytest.raises(ValueError, match=r"`q` must be \[B, H, .* got packed tensors \[80, 4, 8\]"):
+        p.attention(packed, packed, packed)
     with pytest.raises(ValueError, match=r"`q` must have the 2 batch entries .*, got 1; where"):
         attend(of_entries(), *(x[:1] for x in (q, k, v)))
     with pytest.raises(ValueError, match=r"`softcap` must be 0.0 beside a `score_mod`, .* got 3.0"):

@@ -28,6 +28,7 @@ OPTIONS = {
     "stages": on_cpus.SPREAD,
     "merged": on_cpus.AT_ONCE,
     "uneven": on_cpus.UNEVEN,
+    "shared heads": replace(on_cpus.SPREAD, head_ranks=2),
     "early": ContextParallelOptions(
         chunk_size=16,
         degree=0,

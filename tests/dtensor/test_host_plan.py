@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import AttnSlices
 from magi_compile.dtensor import (
@@ -215,3 +216,15 @@ def pickled(group):
 
 def test_a_plan_with_a_group_is_not_pickled(ranks_of):
     ranks_of(2).run(pickled)
+
+
+def explained(group):
+    mesh, options = DeviceMesh.from_group(group, "cpu"), ContextParallelOptions(chunk_size=8)
+    host = plan(CAUSAL, ranks=(group.size(), group.rank()), options=options)
+    with pytest.raises(TypeError, match="`cost` must be a CostModel or None, got int"):
+        host.explain(3)
+    return str(host.explain()) == str(host.on(mesh).explain())
+
+
+def test_a_plan_without_a_group_explains_itself(ranks_of):
+    assert ranks_of(2).run(explained) == [True] * 2

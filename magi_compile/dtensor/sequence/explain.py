@@ -120,7 +120,9 @@ class PlanExplanation:
 
 
 def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
-    """Explains `plan` for all ranks, by the rates `cost` of all heads."""
+    """Explains `plan` for all ranks, by the rates `cost` of all heads. Raises TypeError if `cost` is no CostModel."""
+    if not isinstance(cost, CostModel):
+        raise TypeError(f"`cost` must be a CostModel or None, got {type(cost).__name__}")
     where, cost = plan.dispatch, cost.of_share(plan.head_ranks)
     host = None if plan.hosts is None else torch.tensor(plan.hosts, device="cpu")
     loads = StageLoads.of(RankRows.of(plan.moving), host)

@@ -30,6 +30,7 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_together,
     planner,
 )
+from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
 from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
 from magi_compile.dtensor.sequence.spread_mask import SpreadMask
 from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens
@@ -101,6 +102,20 @@ class HostPlan:
                 f"{have[0]} {which} of which this is {have[1]}"
             )
         return _placed([self], [None], groups, _device_of(mesh))[0]
+
+    def explain(self, cost: CostModel | None = None) -> PlanExplanation:
+        """Explains the plan for all ranks, as `SequencePlan.explain` does.
+
+        Args:
+            cost: the rates of the prediction; None takes those of the plan's options.
+
+        Returns:
+            The explanation; print it.
+
+        Raises:
+            TypeError: `cost` is no CostModel.
+        """
+        return explain_plan(self.planned, self.cost if cost is None else cost)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes: workers of a DataLoader would put every tensor into a shared memory of its own.

@@ -163,8 +163,6 @@ class SequencePlan(SpreadTokens):
         Returns:
             The explanation; print it.
         """
-        if not isinstance(cost, (CostModel, type(None))):
-            raise TypeError(f"`cost` must be a CostModel or None, got {type(cost).__name__}")
         return explain_plan(self._planned, self._cost if cost is None else cost)
 
     # Attention
@@ -315,6 +313,11 @@ class SequencePlan(SpreadTokens):
                 )
         if self._of_unknown:
             self._refuse_several(q)
+        if q.ndim == 3 and self._entries.batch > 1:
+            raise ValueError(
+                f"`q` must be [B, H, seqlen_local, D] for the mask of {self._entries.batch} batch entries that the "
+                f"plan has, got packed tensors {list(q.shape)}, which have none"
+            )
         shards, layout = None, PADDED if q.ndim == 4 else PACKED
         share: tuple[int, ...] = ()
         if are_distributed(q, k, v):
