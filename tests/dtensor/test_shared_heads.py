@@ -138,6 +138,23 @@ def test_cross_attention(ranks_of):
         assert max(errors) < 1e-5
 
 
+def run_other_plans(group):
+    """The tokens of a plan serve plans with groups and without."""
+    mesh, slices = mesh_of(group), AttnSlices.from_cu_seqlens([0, 70, 160], causal=True)
+    p = plan(slices, mesh, options=TWO)
+    others = [plan(slices, mesh, permutation=p, options=replace(TWO, head_ranks=x)) for x in (1, 2)]
+    x = torch.randn(3, 160, HEADS, D, generator=torch.Generator().manual_seed(0))
+    first, *rest = (
+        made.unshard(made.attention(*(made.shard(y, 0) for y in x)), 0) for made in (p, *others)
+    )
+    same = [made.has_the_tokens_of(p) for made in others]
+    return same + [torch.allclose(first, y, atol=1e-5) for y in rest]
+
+
+def test_tokens_of_other_plans(ranks_of):
+    assert ranks_of(4).run(run_other_plans) == [[True] * 4] * 4
+
+
 def run_host_plan(group):
     """A worker's plan, by groups."""
     mesh = mesh_of(group)

@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -108,13 +108,14 @@ class _Calls:
 
 
 _calls: WeakKeyDictionary[dist.ProcessGroup, _Calls] = WeakKeyDictionary()
-_together: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+# Weak both ways, because a group keeps those alive that were made of its ranks.
+_together: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def call_together(group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
     """From now on plans over `group` whose ranks share heads are compared by all ranks of `everyone`, which are, one
     behind the other, as many for each rank of `group`."""
-    _together[group] = everyone
+    _together[group] = ref(everyone)
 
 
 def require_agreement(
@@ -134,7 +135,9 @@ def require_agreement(
     Raises ValueError, on every rank alike, if the ranks differ, or if a plan does not fit the group, and RuntimeError
     if other ranks do not call it, or if it would have to ask while a graph is being captured.
     """
-    everyone = group if head_ranks == 1 else _together.get(group, group)
+    everyone = group
+    if head_ranks > 1 and group in _together:
+        everyone = _together[group]() or group
     calls = _calls.get(everyone)
     if calls is None:
         calls = _calls[everyone] = _Calls()

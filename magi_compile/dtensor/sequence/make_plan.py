@@ -354,8 +354,10 @@ def _planned(
         [x.slices for x in converted],
         *(size, rank, options),
         weights=counts,
-        permutation=None if permutation is None else _permutation_of(permutation),
-        keys=None if keys is None else [None if x is None else x.of_groups for x in tokens],
+        permutation=None if permutation is None else _permutation_of(permutation, size),
+        keys=None
+        if keys is None
+        else [None if x is None else x.placement_on(size) for x in tokens],
     )
     hosts = [
         HostPlan(
@@ -423,10 +425,10 @@ def _placed(
     return made
 
 
-def _permutation_of(given: Any) -> Tensor | Placement:
-    """int64 `[S]`, on the CPU; of a plan its placement."""
+def _permutation_of(given: Any, size: int) -> Tensor | Placement:
+    """int64 `[S]`, on the CPU; of a plan its placement on so many ranks."""
     if isinstance(given, SpreadTokens):
-        return given.of_groups
+        return given.placement_on(size)
     x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -579,7 +581,10 @@ def _given(of_mask: Converted, entries: Entries) -> _Given:
     return _Given(Cover.of(of_mask.slices, entries), unknown)
 
 
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, Groups]] = WeakKeyDictionary()
+# Of a group, by how many ranks share heads: those of attention, and those that share heads.
+_groups: WeakKeyDictionary[
+    dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]
+] = WeakKeyDictionary()
 
 
 def groups_of(mesh: Any, head_ranks: int = 1) -> Groups:
@@ -604,8 +609,9 @@ def groups_of(mesh: Any, head_ranks: int = 1) -> Groups:
             "use_local_synchronization": True,  # others need not call it
         }
         heads, attention = (dist.new_group(x, **options) for x in parts)
-        made[head_ranks] = Groups(attention, group, heads)
-    return made[head_ranks]
+        made[head_ranks] = attention, heads
+    attention, heads = made[head_ranks]
+    return Groups(attention, group, heads)
 
 
 def _check_divides(number: int, head_ranks: int) -> None:

@@ -89,6 +89,10 @@ class SpreadTokens:
             other.group_name,
         ) and torch.equal(here.chunks, there.chunks)
 
+    def placement_on(self, number: int) -> Placement:
+        """The placement on so many ranks, or groups of ranks that share heads; that of ranks if there is none such."""
+        return self.of_groups if self.of_groups.cp_size == number else self.placement
+
     def permutation(self, restore: bool = False) -> Tensor:
         """The order of the tokens, in the form of PyTorch's load balancers: after it,
         rank r holds the r-th of equal parts.
