@@ -160,7 +160,8 @@ def _key(slices: AttnSlices, where: Any, given: Any, chunk_size: int | None = No
             f"`dist_attn_config` must be ContextParallelOptions, got {type(given).__name__}; it has `chunk_size` and "
             "`strategy` for dispatch_config, `degree` and `backward_degree` for overlap_config"
         )
-    options, tokens = given or ContextParallelOptions(), None
+    share = where.head_ranks if isinstance(where, SequencePlan) else 1
+    options, tokens = given or ContextParallelOptions(head_ranks=share), None
     if isinstance(where, SequencePlan):
         where, tokens = _compat.resolve_process_group(where.group_name), where
     elif isinstance(where, DeviceMesh) and where.ndim > 1:

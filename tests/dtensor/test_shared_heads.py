@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import AuxRequest
 
 from magi_compile import AttnSlices
 from magi_compile.dtensor import ContextParallelOptions, CostModel, plan
+from magi_compile.dtensor.context.positions import with_given_positions
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.kernels.reference import exact_forward
 from tests.dtensor import test_any_mask as any_mask
@@ -79,6 +81,69 @@ def test_fewer_key_value_heads_than_ranks(ranks_of):
     ranks_of(4).run(run_four_of_one_key, replace(TWO, head_ranks=4))
 
 
+@pytest.mark.parametrize("name", ["scattered, alibi"])
+def test_checkpointed(ranks_of, name):
+    options = replace(any_mask.SPREAD, head_ranks=2)
+    ranks_of(4).run(any_mask.run_compiled, name, True, None, options)
+
+
+def run_split_heads(group):
+    """Half of the heads on each rank of "tp", of which the ranks of "cp" share each half."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("tp", "cp"))
+    make, score_mod = any_mask.CASES["windows of heads, relative"]
+    (q, k, v, *learned), *_ = any_mask.inputs()
+    out, lse, _ = any_mask.on_one_process(make(), score_mod)
+    p = plan(make(), mesh["cp"], options=replace(any_mask.SPREAD, head_ranks=2))
+    half = mesh.get_local_rank("tp")
+    local = [p.shard(x.chunk(2, 1)[half], 2) for x in (q, k, v)]
+    given = [DTensor.from_local(x, mesh, [Shard(1), Shard(2)]) for x in local]
+    found = p.attention(*given, score_mod=score_mod(*learned), return_lse=True)
+    wanted = (x.chunk(2, 1)[half] for x in (out, lse))
+    pairs = zip((p.unshard(x.to_local(), 2) for x in found), wanted, strict=True)
+    return [torch.allclose(x, y, atol=1e-5) for x, y in pairs]
+
+
+def test_heads_that_tensor_parallelism_splits(ranks_of):
+    assert ranks_of(4).run(run_split_heads) == [[True, True]] * 4
+
+
+def run_rest(group, dtype):
+    """Sinks, a soft cap, the largest scores, and autocast; only some ranks need a gradient of the log-sum-exp."""
+    slices, generator = AttnSlices.from_cu_seqlens([0, 70, 160], causal=True), torch.Generator()
+    q, k, v = torch.randn(3, 160, HEADS, D, generator=generator.manual_seed(0))
+    sinks, found = torch.randn(HEADS, generator=generator), []
+    for options in (TWO, replace(TWO, head_ranks=1)):
+        p = plan(slices, mesh_of(group), options=options)
+        leaves = [p.shard(x, 0).requires_grad_() for x in (q, k, v)]
+        learned = sinks.clone().requires_grad_()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            out, aux = p.attention(
+                *leaves,
+                sinks=learned,
+                softcap=5.0,
+                return_aux=AuxRequest(lse=True, max_scores=True),
+            )
+        loss = p.sum(torch.zeros(())) + out.float().square().sum()
+        if p.rank % 2:
+            loss = loss + aux.lse[:, : p.seqlen_local // 2].sum()
+        grads = torch.autograd.grad(loss, [*leaves, learned])
+        wholes = [p.unshard(x, 0) for x in (out, *grads[:3])]
+        rows = [p.unshard(x, 1) for x in (aux.lse, aux.max_scores)]
+        found.append((out.dtype, [*wholes, *rows], grads[3]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_sinks_and_what_else_attention_gives(ranks_of, dtype):
+    """As without shared heads, but for the gradient of lse, which other tokens have."""
+    for ours, without in ranks_of(4).run(run_rest, dtype):
+        assert ours[0] == without[0] == (dtype or torch.float32)
+        for i, (x, y) in enumerate(zip(ours[1], without[1], strict=True)):
+            if i not in (1, 2, 3):  # gradients
+                torch.testing.assert_close(x, y, atol=2e-2 if dtype else 1e-5, rtol=1e-2)
+            assert x.isfinite().all()
+
+
 # Tokens
 
 
@@ -141,18 +206,63 @@ def test_cross_attention(ranks_of):
 def run_other_plans(group):
     """The tokens of a plan serve plans with groups and without."""
     mesh, slices = mesh_of(group), AttnSlices.from_cu_seqlens([0, 70, 160], causal=True)
+    alone = plan(slices, mesh, options=replace(TWO, head_ranks=1, chunk_size=8))
     p = plan(slices, mesh, options=TWO)
-    others = [plan(slices, mesh, permutation=p, options=replace(TWO, head_ranks=x)) for x in (1, 2)]
+    others = [
+        *(
+            (plan(slices, mesh, permutation=p, options=replace(TWO, head_ranks=x)), p)
+            for x in (1, 2, 4)
+        ),
+        (plan(slices, mesh, permutation=alone, options=TWO), alone),
+    ]
     x = torch.randn(3, 160, HEADS, D, generator=torch.Generator().manual_seed(0))
     first, *rest = (
-        made.unshard(made.attention(*(made.shard(y, 0) for y in x)), 0) for made in (p, *others)
+        made.unshard(made.attention(*(made.shard(y, 0) for y in x)), 0)
+        for made in (p, *(made for made, _ in others))
     )
-    same = [made.has_the_tokens_of(p) for made in others]
+    same = [torch.equal(made.positions, other.positions) for made, other in others]
     return same + [torch.allclose(first, y, atol=1e-5) for y in rest]
 
 
 def test_tokens_of_other_plans(ranks_of):
-    assert ranks_of(4).run(run_other_plans) == [[True] * 4] * 4
+    assert ranks_of(4).run(run_other_plans) == [[True] * 8] * 4
+
+
+def run_held_keys(group):
+    """Keys that lie where another plan has its tokens; both sequences are padded."""
+    mesh, generator = mesh_of(group), torch.Generator().manual_seed(0)
+    options = ContextParallelOptions(head_ranks=2)
+    encoder = plan(AttnSlices.full(77, 77), mesh, options=options)
+    slices, found = AttnSlices.full(1000, 77), []
+    q, k, v = (torch.randn(n, HEADS, D, generator=generator) for n in (1000, 77, 77))
+    exact = exact_forward(q, k, v, slices, D**-0.5)[0]
+    for keys in (None, encoder):
+        p = plan(slices, mesh, keys=keys, options=options)
+        out = p.attention(p.shard(q, 0), p.keys.shard(k, 0), p.keys.shard(v, 0))
+        found.append(float((p.unshard(out, 0) - exact).abs().max()))
+    return found
+
+
+def test_keys_of_another_plan(ranks_of):
+    assert all(max(errors) < 1e-5 for errors in ranks_of(4).run(run_held_keys))
+
+
+@pytest.mark.parametrize("head_ranks", [3, 6])
+def test_odd_numbers_of_ranks_that_share_heads(head_ranks):
+    options = ContextParallelOptions(head_ranks=head_ranks)
+    for lengths in ((77, 77), (5000, 5000), (4096, 100), (4096, 1000)):
+        made = plan(AttnSlices.full(*lengths), ranks=(12, 7), options=options).planned
+        assert made.rows % head_ranks == made.key_rows % head_ranks == 0
+
+
+def test_hosts_where_groups_do_not_fit(monkeypatch):
+    """All ranks have the same hosts, those of the first rank of each group."""
+    for name, value in (("LOCAL_WORLD_SIZE", 6), ("WORLD_SIZE", 12), ("GROUP_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    options = ContextParallelOptions(head_ranks=4)
+    found = [plan(AttnSlices.causal(4096), ranks=(12, i), options=options) for i in range(12)]
+    assert {x.planned.hosts for x in found} == {(0, 0, 1)}
+    assert len({x.planned.digest for x in found}) == 1
 
 
 def run_host_plan(group):
@@ -231,6 +341,41 @@ def test_ranks_that_share_heads_agree(ranks_of):
     ranks_of(4).run(run_other_masks)
 
 
+def run_other_tensors(group):
+    """What would not fit together in an exchange is an error of all ranks before it."""
+    p, found = plan(AttnSlices.causal(160), mesh_of(group), options=TWO), []
+    is_odd = p.rank == 1
+    for batch, dtype in (
+        (1 + is_odd, torch.float32),
+        (1, torch.bfloat16 if is_odd else torch.float32),
+    ):
+        x = torch.randn(batch, HEADS, p.seqlen_local, D, dtype=dtype)
+        with pytest.raises(ValueError) as raised:
+            p.attention(x, x, x)
+        found.append(str(raised.value))
+    return found
+
+
+def test_ranks_that_share_heads_bring_equal_tensors(ranks_of):
+    for texts in ranks_of(4).run(run_other_tensors):
+        assert "the batch entries of `q`, `k` and `v` must be the same on all ranks" in texts[0]
+        assert "the dtype of `q`, `k` and `v` must be the same on all ranks" in texts[1]
+
+
+def run_counted_positions(group):
+    """No key travels between groups, and each rank holds a part of a document."""
+    slices = AttnSlices.from_cu_seqlens([0, 80, 160], causal=True)
+    p = plan(slices, mesh_of(group), options=TWO)
+    counted = torch.arange(p.seqlen_local)[None]
+    with pytest.raises(ValueError, match="`position_ids` must be given inside context_parallel"):
+        with_given_positions(p.block_mask, counted, True)
+    with_given_positions(p.block_mask, p.shard(torch.arange(160)[None], 1), True)
+
+
+def test_positions_that_a_model_has_counted(ranks_of):
+    ranks_of(4).run(run_counted_positions)
+
+
 def run_other_scores(group):
     """A score_mod is the same on all ranks that have the same heads."""
     mesh = mesh_of(group)
@@ -249,8 +394,8 @@ def test_scores_that_differ(ranks_of):
 def errors_of(group):
     mesh, slices, found = mesh_of(group), AttnSlices.causal(160), {}
 
-    def record(name, call, kind=ValueError):
-        with pytest.raises(kind) as raised:
+    def record(name, call):
+        with pytest.raises(ValueError) as raised:
             call()
         found[name] = str(raised.value)
 
@@ -262,10 +407,9 @@ def errors_of(group):
     x = torch.randn(1, HEADS, p.seqlen_local, D)
     record("heads", lambda: p.attention(x[:, :3], x[:, :3], x[:, :3]))
     record("rows", lambda: p.attention(*[torch.randn(1, HEADS, 80, D)] * 3))
-    wrapped = DTensor.from_local(x, mesh, [Shard(2)])
-    record("dtensors", lambda: p.attention(*[wrapped] * 3), NotImplementedError)
     odd = ContextParallelOptions(chunk_size=5, head_ranks=2)
     record("tokens", lambda: plan(AttnSlices.causal(30), mesh, options=odd))
+    record("tokens of a worker", lambda: plan(AttnSlices.causal(30), ranks=(4, 0), options=odd))
     descending = dist.new_group([3, 2, 1, 0], sort_ranks=False)
     record("descending", lambda: plan(slices, descending, options=TWO))
     return found
@@ -283,8 +427,8 @@ def test_errors(ranks_of):
         "another worker's": "2 groups of 2 ranks of which this is 1, got 2 groups of 2 ranks of which this is 0",
         "heads": "`q` must have heads that the 2 ranks which share them divide",
         "rows": "`q` must have the 40 tokens of this rank in dimension 2, got 80",
-        "dtensors": "must be local tensors where ranks share heads",
         "tokens": "must divide the 15 tokens of each of 2 groups of ranks, got 2; give a `chunk_size` that it divides",
+        "tokens of a worker": "must divide the 15 tokens of each of 2 groups of ranks",
         "descending": "`mesh` must have its ranks in ascending order where they share heads",
     }.items():
         assert words in found[name], found[name]

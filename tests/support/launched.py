@@ -31,7 +31,11 @@ class _Process:
 
     def run(self, program: str) -> None:
         sys.path[0] = str(Path(program).parent)
-        runpy.run_path(program, run_name="__main__")
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except SystemExit as error:
+            self._code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            raise
         self._code = 0
 
     def _leave(self) -> None:

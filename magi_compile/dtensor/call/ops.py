@@ -64,8 +64,7 @@ def _execution(
     call = Agreement.of(plan, q, k, v, options) if known is None else known.agreement
     # Before anything else, because what fails on one rank alone leaves the others waiting.
     names = options.group_name, options.reduce_group_name
-    where = (group, names[1], q.device)
-    require_agreement(call, plan.rank, *where, is_backward=is_backward, head_ranks=plan.head_ranks)
+    require_agreement(call, plan.rank, group, names[1], q.device, is_backward=is_backward)
     if known is None or known.group() is not group:
         if not is_backward:
             _check_rows(plan, q, k)

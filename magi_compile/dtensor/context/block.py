@@ -19,7 +19,7 @@ from magi_compile.dtensor.context.tokens import (
     sequences_of,
 )
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
-from magi_compile.dtensor.sequence.make_plan import DEFAULTS, Mask, groups_of, plan
+from magi_compile.dtensor.sequence.make_plan import DEFAULTS, Mask, group_of, plan
 from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
 from magi_compile.ops.validation import check_list
 
@@ -167,7 +167,7 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
     """A SequencePlan, or several in a list or dict like `mask`."""
     masks = _listed(mask)
     if masks and all(isinstance(x, SequencePlan) for x in masks):
-        name = groups_of(mesh, masks[0].head_ranks).tokens.group_name
+        name = group_of(mesh).group_name
         for x in masks:
             if x.group_name != name:
                 raise ValueError(

@@ -64,7 +64,9 @@ def _given_positions(
     if _is_asked(group, is_training, positions):
         rows = positions.shape[1]
         is_counted = (positions == torch.arange(rows, device=positions.device)).all()
-        travels = torch.full_like(is_counted, bool(routes_of(unpack(meta, data).forward)))
+        plan = unpack(meta, data)
+        is_cut = bool(routes_of(plan.forward)) or plan.head_ranks > 1
+        travels = torch.full_like(is_counted, is_cut)
         mine = torch.stack([is_counted, travels]).long()
         every = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(every, mine, group)

@@ -83,6 +83,7 @@ def dispatch_together(
     cost: CostModel = DEFAULT_COST,
     keys: Sequence[Placement | None] | None = None,
     hosts: Sequence[int] | None = None,
+    multiple: int = 1,
 ) -> list[Dispatch]:
     """Decides which rank holds which tokens of a sequence that several masks are attended to with, each so often as its
     weight says: what is balanced is the sum of work. All ranks decide alike; a `Dispatch` for each mask.
@@ -91,7 +92,7 @@ def dispatch_together(
     by `slack` in favour of less communication. `keys` says where the keys of each mask lie already. Otherwise they are
     the tokens themselves where they are as many, and where they are not a sequence of their own, one for all masks with
     as many keys, which is placed by what is seen of it. `hosts` is the host of each rank, None where all are on one:
-    "local" places tokens on hosts first.
+    "local" places tokens on hosts first. The sizes of chunks that are chosen here are multiples of `multiple`.
 
     Raises ValueError if an argument is out of range, or masks have other lengths.
     """
@@ -105,12 +106,15 @@ def dispatch_together(
 
     @cache
     def tables_of(size: int) -> list[ChunkTable]:
-        return _tables(masks, size, max(-(-seqlen // (size * cp_size)), 1), cp_size, keys)
+        chunks_per_rank = max(-(-seqlen // (size * cp_size)), 1)
+        return _tables(masks, size, chunks_per_rank, cp_size, keys, multiple)
 
     def area_of(size: int) -> Tensor:
         return ChunkTable.together(tables_of(size), weights).area
 
     sizes = [chunk_size] if chunk_size else _chunk_sizes(seqlen, cp_size, area_of)
+    if not chunk_size and multiple > 1:
+        sizes = [-(-size // multiple) * multiple for size in sizes]
     least: tuple[float, int, Tensor] | None = None  # imbalance, of what
     for size in sizes:
         table = ChunkTable.together(tables_of(size), weights)
@@ -137,6 +141,7 @@ def _tables(
     chunks_per_rank: int,
     cp_size: int,
     held: Sequence[Placement | None] | None,
+    multiple: int = 1,
 ) -> list[ChunkTable]:
     """The tables of all masks, with one object `Keys` for all that have the same keys."""
     known: dict[Any, Keys | None] = {}
@@ -145,7 +150,7 @@ def _tables(
         kind = mask.seqlen_k if placement is None else placement
         if kind not in known:
             lengths = mask.seqlen_q, mask.seqlen_k
-            known[kind] = keys_of(lengths, placement, cp_size, chunks_per_rank)
+            known[kind] = keys_of(lengths, placement, cp_size, chunks_per_rank, multiple)
         tables.append(ChunkTable.of(mask, size, chunks_per_rank * cp_size, known[kind]))
     return tables
 

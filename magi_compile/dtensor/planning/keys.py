@@ -19,9 +19,11 @@ from magi_compile.dtensor.planning.ranges import group, pick
 KEY_CHUNKS = 16
 
 
-def cut_keys(total: int, cp_size: int, chunks_per_rank: int) -> Placement:
-    """`total` keys in chunks of equal size, in order, equally many on each rank: as many as queries have, or more."""
+def cut_keys(total: int, cp_size: int, chunks_per_rank: int, multiple: int = 1) -> Placement:
+    """`total` keys in chunks of equal size, a multiple of `multiple`, in order, equally many on each rank: as many as
+    queries have, or more."""
     size = max(total // (cp_size * max(chunks_per_rank, KEY_CHUNKS)), 1)
+    size = -(-size // multiple) * multiple
     per_rank = max(-(-total // (size * cp_size)), 1)
     return Placement(
         total, size, torch.arange(cp_size * per_rank, device="cpu").view(cp_size, per_rank)
@@ -104,11 +106,16 @@ def named_after_keys(
 
 
 def keys_of(
-    lengths: tuple[int, int], held: Placement | None, cp_size: int, chunks_per_rank: int
+    lengths: tuple[int, int],
+    held: Placement | None,
+    cp_size: int,
+    chunks_per_rank: int,
+    multiple: int = 1,
 ) -> Keys | None:
-    """The keys of a mask with `lengths` of queries and keys; None where they are the rows themselves."""
+    """The keys of a mask with `lengths` of queries and keys, by `cut_keys` unless they are held; None where they are
+    the rows themselves."""
     if held is not None:
         return Keys(held, is_free=False)
     if lengths[0] == lengths[1]:
         return None
-    return Keys(cut_keys(lengths[1], cp_size, chunks_per_rank), is_free=True)
+    return Keys(cut_keys(lengths[1], cp_size, chunks_per_rank, multiple), is_free=True)

@@ -69,9 +69,10 @@ class ContextParallelOptions:
         backward_degree: the same for the backward pass.
         early: whether a forward pass with degree 0 may begin before remote keys arrive, where the kernel can and `cost`
             says that it pays.
-        cost: the rates of computation and communication.
+        cost: the rates of computation and communication, of all heads.
         hosts: which ranks reach each other by fast links: the host of each rank, (0, 0, 1, 1), or how many neighbours
-            share one. None: `plan` takes what torchrun says, `plan_rank` takes all to be on one.
+            share one. None: `plan` takes what torchrun says, `plan_rank` takes all to be on one. Where ranks share
+            heads, those of all ranks for `plan`, and of groups for `plan_rank`.
         hierarchical: whether rows cross hosts once for each host that needs them, and are handed on there. None asks
             the cost model.
         head_ranks: how many neighbouring ranks share the heads of their tokens. `plan` divides its ranks into groups
@@ -281,13 +282,28 @@ def plan_rank_together(
             names = ("chunk_size", "strategy", "slack", "cost")
             chosen = {name: getattr(options, name) for name in names}
             chosen["hosts"] = hosts_of(options.hosts, cp_size)
+            chosen["multiple"] = options.head_ranks
             wheres = dispatch_together(masks, weights, cp_size, **chosen, keys=keys)
+        if options.head_ranks > 1:
+            _check_share(wheres, options.head_ranks)
         return [
             _plan(where, rank, options, digest, mask)
             for where, digest, mask in zip(wheres, digests, masks, strict=True)
         ]
 
     return _plans.get([(digest, rank) for digest in digests], make)
+
+
+def _check_share(wheres: Sequence[Dispatch], head_ranks: int) -> None:
+    """Raises where ranks that share heads cannot hold equal parts of the rows or keys of their group."""
+    for where in wheres:
+        for rows, what in ((where.seqlen_local, "tokens"), (where.keys.seqlen_local, "keys")):
+            if rows % head_ranks:
+                raise ValueError(
+                    f"`head_ranks` of ContextParallelOptions must divide the {rows} {what} of each of "
+                    f"{where.cp_size} groups of ranks, got {head_ranks}; give a `chunk_size` that it divides, or "
+                    "tokens that lie so"
+                )
 
 
 def plan_rank_ahead(

@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -108,14 +108,6 @@ class _Calls:
 
 
 _calls: WeakKeyDictionary[dist.ProcessGroup, _Calls] = WeakKeyDictionary()
-# Weak both ways, because a group keeps those alive that were made of its ranks.
-_together: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def call_together(group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
-    """From now on plans over `group` whose ranks share heads are compared by all ranks of `everyone`, which are, one
-    behind the other, as many for each rank of `group`."""
-    _together[group] = ref(everyone)
 
 
 def require_agreement(
@@ -126,21 +118,16 @@ def require_agreement(
     device: torch.device,
     *,
     is_backward: bool = False,
-    head_ranks: int = 1,
 ) -> None:
     """All ranks of `group` call it together before they move rows of `device` for the attention `call`, or for its
-    backward, by the plan of `rank`; the group of that name moves gradients. Where `head_ranks` ranks share heads, all
-    those that `call_together` does.
+    backward, by the plan of `rank`; the group of that name moves gradients.
 
     Raises ValueError, on every rank alike, if the ranks differ, or if a plan does not fit the group, and RuntimeError
     if other ranks do not call it, or if it would have to ask while a graph is being captured.
     """
-    everyone = group
-    if head_ranks > 1 and group in _together:
-        everyone = _together[group]() or group
-    calls = _calls.get(everyone)
+    calls = _calls.get(group)
     if calls is None:
-        calls = _calls[everyone] = _Calls()
+        calls = _calls[group] = _Calls()
     if reduce_group_name not in calls.reduce_groups:
         reduce_group = _compat.resolve_process_group(reduce_group_name, "reduce_group")
         ranks, others = map(dist.get_process_group_ranks, (group, reduce_group))
@@ -156,16 +143,14 @@ def require_agreement(
         calls.number += 1
         if is_known and calls.number % EVERY:
             calls.known.move_to_end((call, rank))
-            if head_ranks > 1:  # whose score programs have the numbers of their own heads
-                call = call._replace(score=0)
             calls.history = hash((calls.history, is_backward, call))
             return
-    if (everyone.size(), call.cp_size, rank) == (1, 1, 0):
+    if (group.size(), call.cp_size, rank) == (1, 1, 0):
         return
     mine = _Said(calls.number, is_backward, calls.history, rank, call)
-    every = [mine] if everyone.size() == 1 else _exchange(mine, calls, everyone, device)
+    every = [mine] if group.size() == 1 else _exchange(mine, calls, group, device)
     calls.history = 0
-    _compare(every, everyone.size() // group.size())
+    _compare(every)
     if device.type != "cpu":
         calls.known[call, rank] = None
         if len(calls.known) > KEPT:
@@ -320,15 +305,10 @@ def _exchange_by_store(
     return arrived
 
 
-def _compare(every: Sequence[_Said], share: int = 1) -> None:
-    """Raises if the ranks differ; `every`: what they say, in their order. So many neighbours share heads, and are one
-    rank of a plan."""
-    if share > 1:
-        every = [
-            x._replace(call=_without_heads(every, rank, share)) for rank, x in enumerate(every)
-        ]
-    calls, size = [x.call for x in every], len(every) // share
-    strangers = {rank: x.rank for rank, x in enumerate(every) if x.rank != rank // share}
+def _compare(every: Sequence[_Said]) -> None:
+    """Raises if the ranks differ; `every`: what they say, in their order."""
+    calls, size = [x.call for x in every], len(every)
+    strangers = {rank: x.rank for rank, x in enumerate(every) if x.rank != rank}
     is_one = len({(x.number, x.is_backward, x.history, x.call) for x in every}) == 1
     if is_one and calls[0].cp_size == size and not strangers:
         return
@@ -362,14 +342,6 @@ def _compare(every: Sequence[_Said], share: int = 1) -> None:
         f"{[rank for rank, x in enumerate(every) if x.history != every[0].history]} have called others than rank 0 "
         "since the ranks were compared last; give every rank the same masks in the same order"
     )
-
-
-def _without_heads(every: Sequence[_Said], rank: int, share: int) -> Agreement:
-    """The call of a rank as rank 0 would have it, if its score program is that of the first rank with the same heads:
-    a program has their numbers."""
-    first, alike, call = (every[i].call for i in (0, rank % share, rank))
-    is_same = call.score == alike.score and bool(call.score) == bool(first.score)
-    return call._replace(score=first.score) if is_same else call
 
 
 _ASPECTS: dict[str, tuple[str, Callable[[Any], str]]] = {

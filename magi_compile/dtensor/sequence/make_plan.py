@@ -78,7 +78,8 @@ class HostPlan:
 
     @_compat.outside_of_modes()
     def on(self, mesh: DeviceMesh | dist.ProcessGroup) -> SequencePlan:
-        """The plan with its group and device; does not communicate.
+        """The plan with its group and device; does not communicate, but where ranks share heads the first time (see
+        `plan`).
 
         Args:
             mesh: as in `plan`.
@@ -230,7 +231,8 @@ def plan(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the
+        ValueError: `head_ranks` of `options` does not divide the ranks, or the tokens of a group;
+            the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the
             mask's; `masks` have different lengths; `weights` do not fit them; `permutation` is not a permutation of the
             sequence; `keys` are not as many as those of the mask; `ranks` are no rank of so many, or come with `mesh`
             or `keys`.
@@ -276,7 +278,7 @@ class _Where(NamedTuple):
             return _Where(None, cpu, size // head_ranks, rank // head_ranks, first)
         groups = groups_of(mesh, head_ranks)
         group = groups.attention
-        in_job = dist.get_process_group_ranks(group)
+        in_job = dist.get_process_group_ranks(groups.tokens)[::head_ranks]
         return _Where(groups, _device_of(mesh), group.size(), group.rank(), in_job)
 
 
@@ -309,14 +311,13 @@ def _planned(
 ) -> Callable[[], Any]:
     """Does what `plan` does on the host, and returns the function that does the rest, on the device."""
     groups, device, size, rank, in_job = where
-    if not isinstance(options, ContextParallelOptions):
-        pass  # an error below
-    elif options.hosts is not None:
-        if (share := options.head_ranks) > 1:
+    share = options.head_ranks if isinstance(options, ContextParallelOptions) else 1
+    if isinstance(options, ContextParallelOptions) and options.hosts is not None:
+        if share > 1:
             # Those of ranks, of which a plan has one for each group that shares heads.
             of_ranks = hosts_of(options.hosts, size * share)
             options = replace(options, hosts=size if of_ranks is None else of_ranks[::share])
-    else:
+    elif isinstance(options, ContextParallelOptions):
         if options.hierarchical and not launched_ranks():
             warn_once(
                 "`hierarchical=True` changes nothing: torchrun does not say which ranks share a host, so all are taken "
@@ -354,10 +355,10 @@ def _planned(
         [x.slices for x in converted],
         *(size, rank, options),
         weights=counts,
-        permutation=None if permutation is None else _permutation_of(permutation, size),
+        permutation=None if permutation is None else _permutation_of(permutation, size, share),
         keys=None
         if keys is None
-        else [None if x is None else x.placement_on(size) for x in tokens],
+        else [None if x is None else x.placement_on(size, share) for x in tokens],
     )
     hosts = [
         HostPlan(
@@ -425,10 +426,10 @@ def _placed(
     return made
 
 
-def _permutation_of(given: Any, size: int) -> Tensor | Placement:
-    """int64 `[S]`, on the CPU; of a plan its placement on so many ranks."""
+def _permutation_of(given: Any, size: int, share: int) -> Tensor | Placement:
+    """int64 `[S]`, on the CPU; of a plan its placement on so many groups of `share` ranks."""
     if isinstance(given, SpreadTokens):
-        return given.placement_on(size)
+        return given.placement_on(size, share)
     x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
     if not isinstance(x, Tensor):
         raise TypeError(

@@ -22,9 +22,8 @@ from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.dtensor.ranks.agreement import call_together
 from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
-from magi_compile.dtensor.sequence.shared_heads import give_back, share_heads
+from magi_compile.dtensor.sequence.shared_heads import SharedHeads
 from magi_compile.dtensor.sequence.spread_mask import SpreadMask, SpreadSlices
 from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices
@@ -36,7 +35,6 @@ from magi_compile.ops.dtensors import (
     PADDED,
     are_distributed,
     as_dtensors,
-    firsts_of,
     heads_that_are_read,
     shards_of,
     share_of,
@@ -44,7 +42,7 @@ from magi_compile.ops.dtensors import (
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
-from magi_compile.ops.validation import check_options
+from magi_compile.ops.validation import as_autocast, check_options, check_qkv
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
@@ -84,12 +82,10 @@ class SequencePlan(SpreadTokens):
         planned, slices, where = host.planned, host.slices, host.planned.dispatch
         super().__init__(where, tokens.rank(), tokens, device)
         self.head_ranks, self._over = planned.head_ranks, attention.group_name
-        self._heads: tuple[str, int] | None = (
-            None  # the group that shares them, and this rank there
-        )
+        self._heads: SharedHeads | None = None
         if heads is not None:
-            self._heads = heads.group_name, heads.rank()
-            call_together(attention, tokens)
+            names = (heads.group_name, tokens.group_name)
+            self._heads = SharedHeads(*names, heads.size(), heads.rank())
         self._keys, self.is_cross = keys, keys is not None
         self.meta, self.data = planned.tensors(device)
         for x in (self.meta, self.data):
@@ -106,7 +102,7 @@ class SequencePlan(SpreadTokens):
             self._slices = self._spread(slices)
         self._planned, self._cost, self._of_unknown = planned, host.cost, host.of_unknown
         self._entries = planned.entries
-        self._ranks = dist.get_process_group_ranks(attention)
+        self._ranks = dist.get_process_group_ranks(tokens)
         self._block_mask: BlockMask | None = None
 
     def _spread(self, slices: AttnSlices) -> SpreadSlices:
@@ -321,77 +317,64 @@ class SequencePlan(SpreadTokens):
         shards, layout = None, PADDED if q.ndim == 4 else PACKED
         share: tuple[int, ...] = ()
         if are_distributed(q, k, v):
-            if self._heads is not None:
-                raise NotImplementedError(
-                    "`q`, `k` and `v` must be local tensors where ranks share heads (`head_ranks` of "
-                    "ContextParallelOptions), got DTensors; pass x.to_local()"
-                )
             shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
             q, k, v = shards[:3]
             share = share_of(shards)
-            score_mod = shifted_score_mod(score_mod, *firsts_of(shards))
         self._check_tensors({"q": q, "k": k, "v": v})
-        tensors = PlanTensors(meta, self.data)
-        options: dict[str, Any] = {
-            "softmax_scale": scale,
-            "softcap": softcap,
-            "return_max_scores": return_max_scores,
-            "score_mod": score_mod,
-            "share": share if self._entries.number > 1 else (),
-        }
         order = memory_order(q.stride())
         batch, nheads = (1, q.shape[1]) if q.ndim == 3 else q.shape[:2]
         if is_padded := q.ndim == 4:
             # Entries of a batch have one mask, so they are more heads.
             q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
+        tensors = PlanTensors(meta, self.data)
+        heads = self._heads
+        if heads is not None:
+            q, k, v = as_autocast(q, k, v)  # before they travel
+            q, k, v = heads.share(self._divided(q, k, v, batch), tensors, batch)
+            first_entry, first_head, *whole = share or (0, 0, batch, nheads)
+            share = (first_entry, first_head + heads.rank * (nheads // heads.number), *whole)
+        options: dict[str, Any] = {
+            "softmax_scale": scale,
+            "softcap": softcap,
+            "return_max_scores": return_max_scores,
+            "score_mod": shifted_score_mod(score_mod, *share[:2]) if share else score_mod,
+            "share": share if self._entries.number > 1 else (),
+        }
+        if is_padded:
             options["batch_entries"] = batch
-        if self._heads is None:
-            out, *rows = context_parallel_attention(q, k, v, tensors, self._over, **options)
-        else:
-            out, *rows = self._attend_by_heads(q, k, v, tensors, batch, options)
+        out, *rows = context_parallel_attention(q, k, v, tensors, self._over, **options)
+        if heads is not None:
+            # Numbers of rows are rows of one number of each head.
+            numbers = [x.T[:, :, None] for x in rows if x is not None]
+            out, *found = heads.give_back([out, *numbers], tensors, batch)
+            rows = [found.pop(0)[:, :, 0].T if x is not None else None for x in rows]
         if is_padded:
             out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
             rows = [None if x is None else x.unflatten(0, (batch, nheads)) for x in rows]
         return AttnOutput(*as_dtensors(shards, layout, out, *rows))
 
-    def _attend_by_heads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensors: PlanTensors,
-        batch: int,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attention of packed rows where ranks share heads, by the plan of their groups."""
-        assert self._heads is not None
-        name, rank = self._heads
+    def _divided(self, q: Tensor, k: Tensor, v: Tensor, batch: int) -> list[Tensor]:
+        """Packed q, k and v with heads that the ranks which share them divide: those of keys that the query heads of
+        each rank read."""
+        check_qkv(q, k, v, "[seqlen_local, nheads, head_dim]")
         number, (nheads_q, nheads_kv) = self.head_ranks, (x.shape[1] // batch for x in (q, k))
-        if nheads_q % number or nheads_kv == 0 or nheads_q % nheads_kv:
+        if nheads_q % number:
             raise ValueError(
-                f"`q` must have heads that the {number} ranks which share them divide, and that are a multiple of "
-                f"those of `k`, {nheads_kv}, got {nheads_q}"
+                f"`q` must have heads that the {number} ranks which share them divide (`head_ranks` of "
+                f"ContextParallelOptions), got {nheads_q}"
             )
-        # Of each rank, as many for each.
         group, heads = nheads_q // nheads_kv, nheads_q // number
         read = [x for i in range(number) for x in heads_that_are_read(i * heads, heads, group)]
-        if read != [*range(nheads_kv)]:
-            by_entry = (x.unflatten(1, (batch, nheads_kv)) for x in (k, v))
-            k, v = (
+        if read == [*range(nheads_kv)]:
+            return [q, k, v]
+        by_entry = (x.unflatten(1, (batch, nheads_kv)) for x in (k, v))
+        return [
+            q,
+            *(
                 torch.cat([x.narrow(2, head, 1) for head in read], 2).flatten(1, 2)
                 for x in by_entry
-            )
-        q, k, v = (share_heads(x, batch, name) for x in (q, k, v))
-        first = rank * heads
-        score_mod = shifted_score_mod(options["score_mod"], 0, first)
-        share = (0, first, batch, nheads_q) if self._entries.number > 1 else ()
-        options = {**options, "score_mod": score_mod, "share": share}
-        out, *rows = context_parallel_attention(q, k, v, tensors, self._over, **options)
-        lse, max_scores = (
-            None if x is None else give_back(x.T[:, :, None], batch, name)[:, :, 0].T for x in rows
-        )
-        assert lse is not None
-        return give_back(out, batch, name), lse, max_scores
+            ),
+        ]
 
     def _check_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Raises where q, k or v are elsewhere, or have other numbers of tokens or batch entries."""

@@ -1,48 +1,106 @@
 """Ranks that share heads: each gets the rows of all ranks of its group for its share of the heads, and the output goes
-back. An op, `magi::cp_share_heads`, whose gradient is the way back."""
+back. An op, `magi::cp_share_heads`, whose gradient is the way back.
+
+One call moves all tensors of a pass, so that ranks move the same in the same order, whichever gradients they need. What
+comes first in a pass compares all ranks before, as attention does among those that have the same heads.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor.call.execution import unpack
+from magi_compile.dtensor.planning.rank_plan import PlanTensors
+from magi_compile.dtensor.ranks.agreement import Agreement, require_agreement
 from magi_compile.ops.define import define
+from magi_compile.ops.validation import DTYPES
 
 _lib = torch.library.Library("magi", "FRAGMENT")
 
 
-def share_heads(x: Tensor, batch: int, group_name: str) -> Tensor:
-    """The rows of all ranks by a rank's share of the heads.
+class SharedHeads(NamedTuple):
+    """The names of process groups, and the place of this rank."""
 
-    Args:
-        x: `[rows, batch * heads, D]`, of this rank; the ranks of the group divide the heads.
-        batch: entries of a batch among the heads.
-        group_name: of the ranks that share heads.
+    group_name: str  # of the ranks that share heads
+    everyone_name: str  # of all ranks that have tokens
+    number: int  # of ranks that share heads
+    rank: int  # this one among them
 
-    Returns:
-        `[ranks * rows, batch * heads / ranks, D]`, rows in the order of ranks.
-    """
-    return torch.ops.magi.cp_share_heads(x, batch, group_name, False)  # type: ignore[no-any-return]
+    def share(self, tensors: Sequence[Tensor], plan: PlanTensors, batch: int) -> list[Tensor]:
+        """The rows of all ranks by this rank's share of the heads.
+
+        Args:
+            tensors: each `[rows, batch * heads, D]`, of this rank; its heads are a multiple of `number`.
+            plan: the plan by which they are attended to; ranks that differ in it raise together.
+            batch: entries of a batch among the heads.
+
+        Returns:
+            Each `[number * rows, batch * heads / number, D]`, rows in the order of ranks.
+        """
+        return self._call(tensors, plan, batch, False)
+
+    def give_back(self, tensors: Sequence[Tensor], plan: PlanTensors, batch: int) -> list[Tensor]:
+        """The inverse of `share`, with its arguments."""
+        return self._call(tensors, plan, batch, True)
+
+    def _call(
+        self, tensors: Sequence[Tensor], plan: PlanTensors, batch: int, is_back: bool
+    ) -> list[Tensor]:
+        names = (self.group_name, self.everyone_name)
+        return torch.ops.magi.cp_share_heads(list(tensors), *plan, batch, *names, is_back, False)  # type: ignore[no-any-return]
 
 
-def give_back(x: Tensor, batch: int, group_name: str) -> Tensor:
-    """The inverse of `share_heads`, with its arguments."""
-    return torch.ops.magi.cp_share_heads(x, batch, group_name, True)  # type: ignore[no-any-return]
-
-
-def _exchange(x: Tensor, batch: int, group_name: str, is_back: bool) -> Tensor:
+def _exchange(
+    tensors: list[Tensor],
+    meta: Tensor,
+    data: Tensor,
+    batch: int,
+    group_name: str,
+    everyone_name: str,
+    is_back: bool,
+    is_backward: bool,
+) -> list[Tensor]:
+    if not is_back:
+        _agree(tensors, meta, data, batch, everyone_name, is_backward=is_backward)
     group = _compat.resolve_process_group(group_name)
+    return [_exchanged(x, batch, group, is_back=is_back) for x in tensors]
+
+
+def _agree(
+    tensors: Sequence[Tensor],
+    meta: Tensor,
+    data: Tensor,
+    batch: int,
+    everyone_name: str,
+    *,
+    is_backward: bool,
+) -> None:
+    everyone = _compat.resolve_process_group(everyone_name)
+    first, last = tensors[0], tensors[-1]
+    (rows, heads, values), (last_rows, last_heads, last_values) = first.shape, last.shape
+    of_heads = (heads // batch, last_heads // batch, values, last_values)
+    numbers = (everyone.size(), DTYPES.index(first.dtype), batch, *of_heads, rows, last_rows)
+    # What else ranks must have in common, those that have the same heads compare.
+    rest = {"collective": 0, "score": 0, "softmax_scale": 0.0, "softcap": 0.0}
+    call = Agreement(unpack(meta, data).digest, *numbers, **rest)  # type: ignore[arg-type]
+    where = (everyone.rank(), everyone, everyone_name, first.device)
+    require_agreement(call, *where, is_backward=is_backward)
+
+
+def _exchanged(x: Tensor, batch: int, group: dist.ProcessGroup, *, is_back: bool) -> Tensor:
     size, values = group.size(), x.shape[2]
     if is_back:
         heads = x.shape[1] // batch
         sent = x.unflatten(0, (size, -1))
     else:
         heads = x.shape[1] // (batch * size)
-        sent = x.view(-1, batch, size, heads, values).permute(2, 0, 1, 3, 4)
+        sent = x.unflatten(1, (batch, size, heads)).permute(2, 0, 1, 3, 4)
     # As bytes, which every backend moves.
     sent = sent.contiguous().view(torch.uint8)
     received = torch.empty_like(sent)
@@ -53,28 +111,50 @@ def _exchange(x: Tensor, batch: int, group_name: str, is_back: bool) -> Tensor:
     return received.view(-1, batch * heads, values)
 
 
-def _fake(x: Tensor, batch: int, group_name: str, is_back: bool) -> Tensor:
-    size = _compat.resolve_process_group(group_name).size()
-    rows, heads, values = x.shape
-    shape = (rows // size, heads * size) if is_back else (rows * size, heads // size)
-    return x.new_empty(*shape, values)
+def _fake(
+    tensors: list[Tensor],
+    meta: Tensor,
+    data: Tensor,
+    batch: int,
+    group_name: str,
+    everyone_name: str,
+    is_back: bool,
+    is_backward: bool,
+) -> list[Tensor]:
+    size, found = _compat.resolve_process_group(group_name).size(), []
+    for x in tensors:
+        rows, heads, values = x.shape
+        shape = (rows // size, heads * size) if is_back else (rows * size, heads // size)
+        found.append(x.new_empty(*shape, values))
+    return found
 
 
 define(
     _lib,
-    "cp_share_heads(Tensor x, SymInt batch, str group_name, bool is_back) -> Tensor",
+    "cp_share_heads(Tensor[] tensors, Tensor meta, Tensor data, SymInt batch, str group_name, str everyone_name, "
+    "bool is_back, bool is_backward) -> Tensor[]",
     _exchange,
     _fake,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.rest = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, meta, data, *ctx.rest, is_back, _ = inputs
+    ctx.is_back = is_back
+    ctx.save_for_backward(meta, data)
+    ctx.like = [(x.shape, x.dtype, x.device) for x in output]
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    batch, group_name, is_back = ctx.rest
-    return torch.ops.magi.cp_share_heads(gradient, batch, group_name, not is_back), None, None, None
+def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    # Even those that nobody needs here take part, because other ranks may need theirs.
+    given = [
+        torch.zeros(shape, dtype=dtype, device=device) if x is None else x
+        for x, (shape, dtype, device) in zip(gradients, ctx.like, strict=True)
+    ]
+    found = torch.ops.magi.cp_share_heads(
+        given, *ctx.saved_tensors, *ctx.rest, not ctx.is_back, True
+    )
+    return found, *[None] * 7
 
 
 torch.library.register_autograd(

@@ -41,11 +41,6 @@ class SpreadTokens:
     def __init__(self, where: Placement, rank: int, group: dist.ProcessGroup, device: torch.device):
         self.of_groups, share = where, group.size() // where.cp_size
         if share > 1:
-            if where.seqlen_local % share:
-                raise ValueError(
-                    f"`head_ranks` of ContextParallelOptions must divide the {where.seqlen_local} tokens of each of "
-                    f"{where.cp_size} groups of ranks, got {share}; give a `chunk_size` that it divides"
-                )
             where = where.parted(share)
         self.total, self.seqlen_local = where.total, where.seqlen_local
         self.cp_size, self.rank = where.cp_size, rank
@@ -89,9 +84,14 @@ class SpreadTokens:
             other.group_name,
         ) and torch.equal(here.chunks, there.chunks)
 
-    def placement_on(self, number: int) -> Placement:
-        """The placement on so many ranks, or groups of ranks that share heads; that of ranks if there is none such."""
-        return self.of_groups if self.of_groups.cp_size == number else self.placement
+    def placement_on(self, number: int, share: int) -> Placement:
+        """The placement on so many groups of `share` ranks each; that of the ranks themselves if they are others."""
+        where = self.placement
+        if share == 1 or where.cp_size != number * share:
+            return where
+        if self.of_groups.cp_size == number:
+            return self.of_groups
+        return Placement(where.total, where.chunk_size, where.chunks.view(number, -1))
 
     def permutation(self, restore: bool = False) -> Tensor:
         """The order of the tokens, in the form of PyTorch's load balancers: after it,
