@@ -168,9 +168,10 @@ class MagiHeads(Magi):
         told = made.explain()
         rows, sent = (x[place] for x in (told.received_rows, told.sent_rows))
         row = base.bytes_of_keys(problem)
-        # Of q, k, v and out, from those with which it shares heads; of gradients as many.
-        whole = row * (settings.nheads_q + settings.nheads_kv) * problem.tokens
-        exchanged = whole // settings.nheads_kv * (share - 1) // share
+        # Of q, k, v, out and log-sum-exps, from those with which it shares heads; of gradients as many.
+        heads = settings.nheads_q, settings.nheads_kv
+        whole = (row * sum(heads) // settings.nheads_kv + 4 * settings.nheads_q) * problem.tokens
+        exchanged = whole * (share - 1) // share
         moved = (exchanged + rows * row // share, exchanged + (rows + sent) * row // share)
         return base.Spread(made.positions, made.attention, moved, "plan")
 

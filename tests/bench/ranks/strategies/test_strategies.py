@@ -147,7 +147,8 @@ def run_bytes_of_ours_with_heads(group):
 
 def test_bytes_of_ours_across_groups(four_ranks):
     row, query = 2 * 4 * 16 * 4, 8 * 16 * 4
-    exchanged = 64 * (row + 2 * query) // 2  # of q, k, v and out, with the other rank of the group
+    # Of q, k, v, out and log-sum-exps, with the other rank of the group.
+    exchanged = 64 * (row + 2 * query + 8 * 4) // 2
     everywhere = four_ranks.run(run_bytes_of_ours_with_heads)
     for received, counted, (rows, sent) in everywhere:
         assert counted == "plan"
