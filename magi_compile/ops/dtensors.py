@@ -304,7 +304,7 @@ def share_of(shards: Shards) -> tuple[int, ...]:
 
 def shifted_score_mod(score_mod: Any, first_entry: int, first_head: int) -> Any:
     """`score_mod` for batch entries and heads from these on."""
-    if score_mod is None or (first_entry, first_head) == (0, 0):
+    if not callable(score_mod) or (first_entry, first_head) == (0, 0):
         return score_mod
 
     def shifted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -87,6 +87,52 @@ def test_checkpointed(ranks_of, name):
     ranks_of(4).run(any_mask.run_compiled, name, True, None, options)
 
 
+def run_by_inductor(group, heads):
+    """One head of queries or keys on each rank."""
+    torch._dynamo.reset()
+    p = plan(AttnSlices.causal(128), mesh_of(group), options=TWO)
+    generator, found = torch.Generator().manual_seed(0), []
+    q, k = (torch.randn(1, n, 128, 16, generator=generator) for n in heads)
+    dout = torch.randn(1, heads[0], 128, 16, generator=generator)
+
+    def attend(q, k):
+        return p.attention(q, k, k)
+
+    for f in (attend, torch.compile(attend, backend="inductor", fullgraph=True)):
+        leaves = [p.shard(x, 2).requires_grad_() for x in (q, k)]
+        out = f(*leaves)
+        found.append([out, *torch.autograd.grad(out, leaves, p.shard(dout, 2))])
+    return [torch.allclose(x, y, atol=1e-5) for x, y in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (4, 1)])
+def test_compiled_by_inductor(ranks_of, heads):
+    assert ranks_of(2).run(run_by_inductor, heads) == [[True] * 3] * 2
+
+
+def run_transforms(group):
+    p = plan(AttnSlices.causal(128), mesh_of(group), options=TWO)
+    x = torch.randn(1, HEADS, 64, D)
+
+    def loss(x):
+        return p.attention(x, x, x).sum()
+
+    with pytest.raises(NotImplementedError, match="attention has no forward-mode derivatives"):
+        torch.func.jvp(loss, (x,), (x,))
+    with pytest.raises(NotImplementedError, match="attention has no rules for the transforms"):
+        torch.func.grad(loss)(x)
+    with pytest.raises(NotImplementedError, match="attention has no rules for the transforms"):
+        torch.func.vmap(loss)(x[None])
+    with pytest.raises(TypeError, match="`score_mod` must be a function or None, got 3"):
+        p.attention(x, x, x, score_mod=3)
+    with pytest.raises(ValueError, match=r"`v` must have .* `k`, \[64, 4\], got \[64, 2\]"):
+        p.attention(x, x, x[:, :2])
+
+
+def test_transforms_and_wrong_arguments(ranks_of):
+    ranks_of(2).run(run_transforms)
+
+
 def run_split_heads(group):
     """Half of the heads on each rank of "tp", of which the ranks of "cp" share each half."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("tp", "cp"))

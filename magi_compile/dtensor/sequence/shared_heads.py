@@ -1,5 +1,8 @@
 """Ranks that share heads: each gets the rows of all ranks of its group for its share of the heads, and the output goes
-back. An op, `magi::cp_share_heads`, whose gradient is the way back.
+back.
+
+magi::cp_share_heads      either way, differentiable: becomes, where it is called,
+magi::cp_exchange_heads   the exchange, whose gradient is the way back
 
 One call moves all tensors of a pass, so that ranks move the same in the same order, whichever gradients they need. What
 comes first in a pass compares all ranks before, as attention does among those that have the same heads.
@@ -19,7 +22,7 @@ from magi_compile.dtensor.call.execution import unpack
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.ranks.agreement import Agreement, require_agreement
 from magi_compile.ops.define import define
-from magi_compile.ops.validation import DTYPES
+from magi_compile.ops.validation import DTYPES, refuse_transforms
 
 _lib = torch.library.Library("magi", "FRAGMENT")
 
@@ -107,7 +110,8 @@ def _exchanged(x: Tensor, batch: int, group: dist.ProcessGroup, *, is_back: bool
     dist.all_to_all_single(received, sent, group=group)
     received = received.view(x.dtype).view(size, -1, batch, heads, values)
     if is_back:
-        return received.permute(1, 2, 0, 3, 4).reshape(-1, batch * size * heads, values)
+        found = received.permute(1, 2, 0, 3, 4).reshape(-1, batch * size * heads, values)
+        return found.contiguous()  # with one head of each rank it is a view
     return received.view(-1, batch * heads, values)
 
 
@@ -129,13 +133,20 @@ def _fake(
     return found
 
 
-define(
-    _lib,
-    "cp_share_heads(Tensor[] tensors, Tensor meta, Tensor data, SymInt batch, str group_name, str everyone_name, "
-    "bool is_back, bool is_backward) -> Tensor[]",
-    _exchange,
-    _fake,
+_SCHEMA = (
+    "(Tensor[] tensors, Tensor meta, Tensor data, SymInt batch, str group_name, str everyone_name, bool is_back, "
+    "bool is_backward) -> Tensor[]"
 )
+define(_lib, f"cp_exchange_heads{_SCHEMA}", _exchange, _fake)
+
+
+def _share_heads(tensors: list[Tensor], *rest: Any) -> list[Tensor]:
+    refuse_transforms(*tensors)
+    return torch.ops.magi.cp_exchange_heads(tensors, *rest)  # type: ignore[no-any-return]
+
+
+_lib.define(f"cp_share_heads{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+_lib.impl("cp_share_heads", _share_heads, "CompositeImplicitAutograd")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -151,12 +162,12 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         torch.zeros(shape, dtype=dtype, device=device) if x is None else x
         for x, (shape, dtype, device) in zip(gradients, ctx.like, strict=True)
     ]
-    found = torch.ops.magi.cp_share_heads(
+    found = torch.ops.magi.cp_exchange_heads(
         given, *ctx.saved_tensors, *ctx.rest, not ctx.is_back, True
     )
     return found, *[None] * 7
 
 
 torch.library.register_autograd(
-    "magi::cp_share_heads", _backward, setup_context=_setup_context, lib=_lib
+    "magi::cp_exchange_heads", _backward, setup_context=_setup_context, lib=_lib
 )
