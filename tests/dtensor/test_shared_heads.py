@@ -1,5 +1,6 @@
 """Groups of ranks that share the heads of their tokens, and tokens over groups: what one process has."""
 
+import datetime
 import inspect
 import pickle
 from dataclasses import replace
@@ -18,6 +19,7 @@ from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.kernels.reference import exact_forward
 from tests.dtensor import test_any_mask as any_mask
 from tests.dtensor import test_packing_with_context_parallel as packing
+from tests.dtensor.support.ranks import Ranks
 from tests.dtensor.test_packing_with_context_parallel import mesh_of
 
 S, HEADS, D = 160, 4, 8
@@ -406,6 +408,29 @@ def test_ranks_that_share_heads_bring_equal_tensors(ranks_of):
     for texts in ranks_of(4).run(run_other_tensors):
         assert "the batch entries of `q`, `k` and `v` must be the same on all ranks" in texts[0]
         assert "the dtype of `q`, `k` and `v` must be the same on all ranks" in texts[1]
+
+
+def run_one_without_a_backward(group):
+    """Only rank 1 has tensors that need no gradient."""
+    ranks = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    p = plan(AttnSlices.causal(160), ranks, options=TWO)
+    x = torch.randn(1, HEADS, p.seqlen_local, D, requires_grad=p.rank != 1)
+    out = p.attention(x, x, x)
+    if p.rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        out.sum().backward()
+    return str(raised.value)
+
+
+def test_a_rank_that_runs_no_backward_is_named():
+    pool = Ranks(4)  # whose group has failed afterwards
+    try:
+        found = pool.run(run_one_without_a_backward)
+    finally:
+        pool.close()
+    assert found.pop(1) == ""
+    assert all("has not heard of rank 1 in a backward" in text for text in found)
 
 
 def run_counted_positions(group):

@@ -196,10 +196,10 @@ def plan(
 ) -> Any:
     """Spreads a sequence over ranks by its attention mask: equal work for each rank, and little communication.
 
-    Every rank calls it with the same mask. It does not communicate; attention compares the plans of all ranks before
-    rows travel. Recent plans are kept. With a BlockMask on a GPU, or a mask_mod that captures a tensor there, it waits
-    for the device; with `AttnSlices`, or a mask_mod of tensors on the CPU, it does not, and a step may be planned while
-    the GPU runs the one before.
+    Every rank calls it with the same mask. It does not communicate (but see `mesh`); attention compares the plans of
+    all ranks before rows travel. Recent plans are kept. With a BlockMask on a GPU, or a mask_mod that captures a tensor
+    there, it waits for the device; with `AttnSlices`, or a mask_mod of tensors on the CPU, it does not, and a step may
+    be planned while the GPU runs the one before.
 
     Where a mask has more or fewer keys than queries (cross attention), keys are a sequence of their own, which is
     spread too: `SequencePlan.keys`. Every rank holds equally many, as far as possible those that its queries see.
