@@ -245,11 +245,11 @@ def plan(
 
 
 class Groups(NamedTuple):
-    """The ranks of a mesh."""
+    """The ranks of a mesh, in the groups that a plan needs."""
 
     attention: (
         dist.ProcessGroup
-    )  # by whose ranks a plan is: where some share heads, one of each group of these
+    )  # a rank of the plan each; where some share heads, those with the same heads
     tokens: dist.ProcessGroup  # all ranks
     heads: dist.ProcessGroup | None = None  # those that share heads with this one, if some do
 
@@ -639,13 +639,9 @@ def group_of(mesh: Any) -> dist.ProcessGroup:
             f"`mesh` must have one dimension, the ranks that share a sequence, got {mesh.ndim}"
             f"{f' ({chr(44).join(names)})' if names else ''}; take one of them, {which}"
         )
-    _check_member(mesh)
-    return mesh.get_group()
-
-
-def _check_member(mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         raise ValueError(f"`mesh` must contain this process, rank {dist.get_rank()}, got {mesh}")
+    return mesh.get_group()
 
 
 def _device_of(mesh: DeviceMesh | dist.ProcessGroup) -> torch.device:
