@@ -244,7 +244,7 @@ def plan(
     return _planned(mask, where, permutation=permutation, keys=keys, **rest)()
 
 
-class Groups(NamedTuple):
+class RankGroups(NamedTuple):
     """The ranks of a mesh, in the groups that a plan needs."""
 
     attention: (
@@ -258,7 +258,7 @@ class _Where(NamedTuple):
     """The groups of ranks and their device in this process; without a group how many there are, and which one this
     is."""
 
-    groups: Groups | None
+    groups: RankGroups | None
     device: torch.device
     size: int
     rank: int
@@ -410,7 +410,7 @@ def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[
 def _placed(
     hosts: Sequence[HostPlan],
     tokens: Sequence[SpreadTokens | None],
-    groups: Groups,
+    groups: RankGroups,
     device: torch.device,
 ) -> list[SequencePlan]:
     """The plans with their groups; keys that lie alike are one SpreadTokens."""
@@ -483,7 +483,7 @@ def _keys_of(keys: Any, masks: Any) -> list[SpreadTokens | None]:
     return [keys.get(name) for name in masks]
 
 
-def _check_keys(keys: Any, groups: Groups | None) -> None:
+def _check_keys(keys: Any, groups: RankGroups | None) -> None:
     if keys is None or groups is None:  # without a group there are none
         return
     if not isinstance(keys, SpreadTokens):
@@ -588,12 +588,12 @@ _groups: WeakKeyDictionary[
 ] = WeakKeyDictionary()
 
 
-def groups_of(mesh: Any, head_ranks: int = 1) -> Groups:
+def groups_of(mesh: Any, head_ranks: int = 1) -> RankGroups:
     """The ranks of a mesh of one dimension or of a process group, of which so many neighbours share heads. All of them
     make the groups of those together, the first time."""
     group = group_of(mesh)
     if head_ranks == 1:
-        return Groups(group, group)
+        return RankGroups(group, group)
     made = _groups.setdefault(group, {})
     if head_ranks not in made:
         ranks, number, rank = dist.get_process_group_ranks(group), group.size(), group.rank()
@@ -612,7 +612,7 @@ def groups_of(mesh: Any, head_ranks: int = 1) -> Groups:
         heads, attention = (dist.new_group(x, **options) for x in parts)
         made[head_ranks] = attention, heads
     attention, heads = made[head_ranks]
-    return Groups(attention, group, heads)
+    return RankGroups(attention, group, heads)
 
 
 def _check_divides(number: int, head_ranks: int) -> None:

@@ -55,8 +55,9 @@ class SharedHeads(NamedTuple):
     def _call(
         self, tensors: Sequence[Tensor], plan: PlanTensors, batch: int, is_back: bool
     ) -> list[Tensor]:
-        names = (self.group_name, self.everyone_name)
-        return torch.ops.magi.cp_share_heads(list(tensors), *plan, batch, *names, is_back, False)  # type: ignore[no-any-return]
+        given = (batch, self.group_name, self.everyone_name, is_back, False)
+        found: list[Tensor] = torch.ops.magi.cp_share_heads(list(tensors), *plan, *given)
+        return found
 
 
 def _exchange(
