@@ -36,7 +36,7 @@ from magi_bench.report import chart, published
 from magi_bench.results.rows import load
 from magi_bench.workloads.lengths import sample
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
-from magi_compile.dtensor.planning.cost import CostModel
+from magi_compile.dtensor.planning.cost import PACKING, CostModel
 from magi_compile.dtensor.planning.dispatch import dispatch
 from magi_compile.dtensor.planning.hosts import hosts_of
 from magi_compile.dtensor.planning.stages import choose_pass
@@ -45,8 +45,6 @@ from magi_compile.masks.slices import AttnSlices
 
 #: Of the forward and the backward of our kernel's rate, on dense masks of an H200.
 FLEX = (0.55, 0.5)
-#: Packing and unpacking what is exchanged between heads, over its transfer inside of a domain.
-PACKING = 1.0
 #: Ranks, and the share of visible pairs, from which a mask is planned in few chunks.
 MANY, DENSE = 256, 0.1
 #: Rows or keys that a kernel computes in vain at the edge of a document, on average.

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import AuxRequest
 
 from magi_compile import AttnSlices
-from magi_compile.dtensor import ContextParallelOptions, CostModel, plan
+from magi_compile.dtensor import ContextParallelOptions, CostModel, plan, plan_ahead
 from magi_compile.dtensor.context.positions import with_given_positions
 from magi_compile.dtensor.planning.chunks import Placement
+from magi_compile.dtensor.planning.hosts import neighbours_on_hosts
 from magi_compile.kernels.reference import exact_forward
 from tests.dtensor import test_any_mask as any_mask
 from tests.dtensor import test_packing_with_context_parallel as packing
@@ -230,7 +231,8 @@ def test_parts_of_a_placement():
 def test_rates_of_a_share():
     whole = CostModel.of_heads(64, 8)
     shared, direct = whole.of_share(8), CostModel.of_heads(8, 1)
-    for name, rate in vars(direct).items():
+    assert shared.heads == (64, 8)  # all
+    for name, rate in vars(replace(direct, heads=(64, 8))).items():
         assert getattr(shared, name) == pytest.approx(rate), name
     assert whole.of_share(1) is whole
 
@@ -328,6 +330,123 @@ def test_plans_of_workers(ranks_of):
 
 
 # Costs
+
+# Links between hosts are slow: what crosses them decides, and a row does so for every rank that needs it.
+SLOW = CostModel(1e-12, 1e-9, 0.0, 0.0, 0.0, other_host_factor=1e3, heads=(HEADS, HEADS))
+CHOOSES = ContextParallelOptions(chunk_size=8, hosts=2, cost=SLOW, hierarchical=False)
+
+
+def shared(slices, size, **options):
+    """How many ranks share heads if the cost model chooses."""
+    options = ContextParallelOptions(**{"cost": CostModel.of_heads(), "hosts": 8, **options})
+    return {
+        plan(slices, ranks=(size, i), options=options).planned.head_ranks for i in (0, size - 1)
+    }
+
+
+def test_the_cost_model_chooses():
+    size = 128
+    whole, tokens = AttnSlices.causal(1024 * size), 8192 * size
+    short = AttnSlices.from_cu_seqlens([*range(0, tokens, 700), tokens], causal=True)
+    assert shared(whole, size) == {8}
+    assert shared(short, size) == {1}  # what would be exchanged is more than what travels
+    assert shared(whole, 8) == {1}  # one host
+    assert shared(whole, size, hosts=None) == {1}
+    assert shared(whole, size, cost=replace(CostModel.of_heads(), heads=None)) == {1}
+    assert shared(whole, size, cost=CostModel.of_heads(12, 12)) == {4}
+    assert shared(whole, size, cost=CostModel.of_heads(9, 9)) == {1}
+    assert shared(whole, size, chunk_size=257) == {1}  # a rank could not hold a part of a chunk
+    assert shared(whole, size, chunk_size=256) == {8}
+    assert shared(whole, size, head_ranks=1) == {1}
+    assert shared(whole, size, head_ranks=4) == {4}
+    assert ContextParallelOptions().cost.heads is None
+
+
+def test_hosts_that_torchrun_tells(monkeypatch):
+    for name, value in (("LOCAL_WORLD_SIZE", 8), ("WORLD_SIZE", 128), ("GROUP_WORLD_SIZE", 16)):
+        monkeypatch.setenv(name, str(value))
+    assert shared(AttnSlices.causal(1 << 17), 128, hosts=None) == {8}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "number"),
+    [
+        (None, 1),
+        ((0, 0, 1, 1), 2),
+        ((0, 0, 1, 1, 1, 1, 0, 0), 2),
+        ((0, 0, 0, 1, 1, 1, 1, 1), 1),
+        ((0, 1) * 4, 1),
+    ],
+)
+def test_neighbours_on_hosts(hosts, number):
+    assert neighbours_on_hosts(hosts) == number
+
+
+def test_whatever_is_chosen_divides():
+    """Any number of tokens and keys, without an error."""
+    options, found = (
+        replace(CHOOSES, chunk_size=None, hosts=4, cost=replace(SLOW, heads=(8, 2))),
+        set(),
+    )
+    for lengths in ((77, 77), (5000, 5000), (4096, 100), (4099, 1000), (3, 70)):
+        for size in (8, 12):
+            made = plan(AttnSlices.full(*lengths), ranks=(size, 7), options=options).planned
+            assert made.rows % made.head_ranks == made.key_rows % made.head_ranks == 0
+            found.add(made.head_ranks)
+    assert 4 in found
+
+
+def run_chosen(group):
+    """What one process has, by plans that choose, together and after each other, from workers, and for their tokens."""
+    mesh, found = mesh_of(group), []
+    whole, short = AttnSlices.full(S), AttnSlices.from_cu_seqlens([0, 80, 160])
+    p = plan(whole, mesh, options=CHOOSES)
+    of_both = plan(mesh=mesh, masks=[whole, short], weights=[3, 1], options=CHOOSES)
+    of_worker = plan(whole, ranks=(4, mesh.get_local_rank()), options=CHOOSES).on(mesh)
+    again = plan(short, mesh, options=CHOOSES, permutation=p)
+    crossing = plan(AttnSlices.full(40, S), mesh, options=CHOOSES, keys=p)
+    ahead = plan_ahead(whole, mesh, options=CHOOSES).result()
+    alone = plan(short, mesh, options=CHOOSES)
+    made = [(whole, p), (whole, of_both[0]), (short, of_both[1]), (whole, of_worker)]
+    made += [(short, again), (whole, ahead), (short, alone), (AttnSlices.full(40, S), crossing)]
+    for slices, of_mask in made:
+        generator = torch.Generator().manual_seed(3)
+        q, k, v = torch.randn(3, S, HEADS, D, generator=generator)
+        q = q[: slices.seqlen_q]
+        keys = of_mask.keys
+        out = of_mask.attention(of_mask.shard(q, 0), keys.shard(k, 0), keys.shard(v, 0))
+        exact = exact_forward(q, k, v, slices, D**-0.5)[0]
+        found.append((of_mask.head_ranks, float((of_mask.unshard(out, 0) - exact).abs().max())))
+    return found
+
+
+def test_plans_that_choose(ranks_of):
+    for found in ranks_of(4).run(run_chosen):
+        numbers, errors = zip(*found, strict=True)
+        assert max(errors) < 1e-5
+        assert numbers == (2, 2, 2, 2, 2, 2, 1, 2)
+
+
+def test_an_exchange_is_predicted():
+    slices = AttnSlices.causal(1 << 17)
+    cost = CostModel.of_heads()
+    made = plan(slices, ranks=(16, 3), options=ContextParallelOptions(head_ranks=8, cost=cost))
+    told, without = made.explain(), made.explain(replace(cost, heads=None))
+    seconds = cost.exchange_seconds((1 << 17) / 16, 8)
+    assert told.exchange_seconds == seconds > 0 == without.exchange_seconds
+    assert told.forward_seconds == pytest.approx(without.forward_seconds + seconds)
+    assert told.backward_seconds == pytest.approx(without.backward_seconds + seconds)
+    assert "exchanged in a group: 1.6" in str(told)
+    assert "does not say how many heads" in str(without)
+    # In rows of keys and values, 64 + 8 of them, and twice 8.
+    more = CostModel.of_heads(64, 4).exchange_seconds(1000, 8)  # heads of keys are repeated
+    assert more == pytest.approx(CostModel.of_heads(64, 8).exchange_seconds(1000, 8))
+
+
+@pytest.mark.parametrize("heads", [(8,), (8, 3), (0, 1), [8, 8]])
+def test_heads_of_a_cost_model(heads):
+    with pytest.raises((TypeError, ValueError), match="heads"):
+        CostModel(1e-12, 1e-9, heads=heads)
 
 
 def test_a_plan_is_over_groups_by_the_rates_of_a_share():

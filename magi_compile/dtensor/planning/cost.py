@@ -9,6 +9,9 @@ from magi_compile.ops.validation import check_number
 
 MOST = 1e9  # of any rate, so that what is predicted is finite
 
+#: Packing and unpacking tensors that ranks which share heads exchange, over moving them whole inside of a host.
+PACKING = 1.0
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -28,6 +31,7 @@ class CostModel:
             rows are one thread block's work; few times as many cannot be dealt evenly. 0 where that is no matter.
         other_host_factor: receiving a row from another host over receiving one of the same host, for several hosts.
         starts_early: whether the forward kernel is an `EarlyKernel`, which hides a cast without another stage.
+        heads: query and key-value heads of these rates. None where nobody said: no ranks share heads unasked then.
     """
 
     seconds_per_area: float
@@ -40,6 +44,18 @@ class CostModel:
     backward_wave_rows: float = 0.0
     other_host_factor: float = 7.0
     starts_early: bool = False
+    heads: tuple[int, int] | None = None
+
+    def exchange_seconds(self, rows: float, ranks: int) -> float:
+        """What a pass takes, with the tokens of a rank in `rows`, for so many ranks of a host that share heads to
+        exchange q, k and v, and out on the way back, or the gradients of these; 0 where `heads` is None."""
+        if ranks == 1 or self.heads is None:
+            return 0.0
+        nheads_q, nheads_kv = self.heads
+        # As rows of keys and values. Heads of these are repeated where there are fewer than ranks.
+        moved = rows * (nheads_q + max(nheads_kv, ranks)) / nheads_kv
+        share = (ranks - 1) / ranks + PACKING
+        return 4 * self.latency_seconds + moved * share * self.seconds_per_row
 
     def of_share(self, ranks: int) -> CostModel:
         """The rates where so many ranks share the heads, and each has rows of its share."""
@@ -56,8 +72,14 @@ class CostModel:
 
     def __post_init__(self) -> None:
         check_flag("starts_early", self.starts_early)
+        if self.heads is not None:
+            if not isinstance(self.heads, tuple) or len(self.heads) != 2:
+                raise TypeError(
+                    f"`heads` must be a pair (nheads_q, nheads_kv) or None, got {self.heads!r}"
+                )
+            check_heads(*self.heads)
         for rate in fields(self):
-            if rate.name == "starts_early":
+            if rate.name in ("starts_early", "heads"):
                 continue
             given = getattr(self, rate.name)
             check_number(rate.name, given)
@@ -115,6 +137,7 @@ class CostModel:
             backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms=132),
             other_host_factor=bytes_per_second / bytes_per_second_between_hosts,
             starts_early=True,
+            heads=(nheads_q, nheads_kv),
         )
 
 
@@ -134,4 +157,5 @@ def wave_rows(nheads_kv: int, head_dim: int, num_sms: int) -> float:
     return (128 if head_dim <= 128 else 64) * num_sms / nheads_kv
 
 
-DEFAULT_COST = CostModel.of_heads()
+# Of no model's heads.
+DEFAULT_COST = replace(CostModel.of_heads(), heads=None)

@@ -6,8 +6,10 @@ whose links are as fast.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
+from itertools import groupby
 
 
 def check_hosts(hosts: int | Sequence[int] | None) -> None:
@@ -56,3 +58,10 @@ def launched_hosts(ranks: Sequence[int]) -> tuple[int, ...] | None:
     is not known."""
     local = launched_ranks()
     return hosts_of([rank // local for rank in ranks], len(ranks)) if local else None
+
+
+def neighbours_on_hosts(hosts: Sequence[int] | None) -> int:
+    """How many neighbours share a host wherever ranks are cut into groups of so many; 1 where all are on one host."""
+    if hosts is None:
+        return 1
+    return math.gcd(*(len(list(ranks)) for _, ranks in groupby(hosts)))

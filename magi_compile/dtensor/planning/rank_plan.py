@@ -76,7 +76,8 @@ class ContextParallelOptions:
         hierarchical: whether rows cross hosts once for each host that needs them, and are handed on there. None asks
             the cost model.
         head_ranks: how many neighbouring ranks share the heads of their tokens. `plan` divides its ranks into groups
-            of so many; for `plan_rank` a rank is such a group, and a row has a rank's share of the heads.
+            of so many; for `plan_rank` a rank is such a group, and a row has a rank's share of the heads. None: `plan`
+            asks the cost model where it knows the hosts and `cost` says of how many heads it is, and 1 otherwise.
     """
 
     strategy: StrategyName = "local"
@@ -88,14 +89,15 @@ class ContextParallelOptions:
     cost: CostModel = DEFAULT_COST
     hosts: int | Sequence[int] | None = None
     hierarchical: bool | None = None
-    head_ranks: int = 1
+    head_ranks: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_size", 1), ("degree", 0), ("backward_degree", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value, least)
-        check_count("head_ranks", self.head_ranks, 1)
+        if self.head_ranks is not None:
+            check_count("head_ranks", self.head_ranks, 1)
         check_strategy(self.strategy)
         check_number("slack", self.slack)
         check_flag("early", self.early)
@@ -260,6 +262,8 @@ def plan_rank_together(
         raise TypeError(f"`options` must be ContextParallelOptions, got {type(options).__name__}")
     if rank >= cp_size:
         raise ValueError(f"`rank` must be in [0, cp_size = {cp_size}), got {rank}")
+    if options.head_ranks is None:
+        options = replace(options, head_ranks=1)
     contents = [_content_of(mask, cp_size) for mask in masks]
     # One plan is the same whatever its weight.
     others = [] if len(masks) == 1 else [_bytes_of(-1, *weights), *contents]
@@ -272,8 +276,9 @@ def plan_rank_together(
     rest = b"".join([*others, _text_of(options)])
     digests = [_digest(content + rest) for content in contents]
 
-    if options.head_ranks > 1:
-        options = replace(options, cost=options.cost.of_share(options.head_ranks))
+    share = options.head_ranks
+    assert share is not None
+    options = replace(options, cost=options.cost.of_share(share)) if share > 1 else options
 
     def make() -> list[RankPlan]:
         if permutation is not None:
@@ -282,10 +287,10 @@ def plan_rank_together(
             names = ("chunk_size", "strategy", "slack", "cost")
             chosen = {name: getattr(options, name) for name in names}
             chosen["hosts"] = hosts_of(options.hosts, cp_size)
-            chosen["multiple"] = options.head_ranks
+            chosen["multiple"] = share
             wheres = dispatch_together(masks, weights, cp_size, **chosen, keys=keys)
-        if options.head_ranks > 1:
-            _check_share(wheres, options.head_ranks)
+        if share > 1:
+            _check_share(wheres, share)
         return [
             _plan(where, rank, options, digest, mask)
             for where, digest, mask in zip(wheres, digests, masks, strict=True)
@@ -505,6 +510,7 @@ def _plan(
     )
     of_mask = (forward, backward, is_early, may_be_early, bits, entries)
     ways = (is_relayed[0], is_relayed[1])
+    assert options.head_ranks is not None
     return RankPlan(where, moving, rank, digest, *of_mask, hosts, ways, options.head_ranks)
 
 

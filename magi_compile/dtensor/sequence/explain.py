@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -48,11 +49,14 @@ class PlanExplanation:
     mask: str  # of this rank, in words: slices, blocks of bits, and whose masks they are
     forward: str  # how a forward pass goes on, in words
     backward: str
-    forward_seconds: float  # of a forward pass of the slowest rank, by the cost model
+    # Of a pass of the slowest rank, by the cost model, with the exchange of heads.
+    forward_seconds: float
     backward_seconds: float
     forward_efficiency: float  # what compute alone takes in perfect balance, over `forward_seconds`
     backward_efficiency: float
     head_ranks: int  # that share the heads of their tokens; 1 where none does
+    # Of a pass, to exchange them; 0 where none does, or the cost model does not know how many heads there are.
+    exchange_seconds: float
 
     @property
     def imbalance(self) -> float:
@@ -90,6 +94,7 @@ class PlanExplanation:
                 f"{self.gathered_rows:,} ({mean / gathered:.1%})",
                 f"sends     at most {max(self.sent_rows):,} rows, rank {self.rank} {self.sent_rows[self.rank]:,}",
                 *self._hosts_in_words(),
+                *self._exchange_in_words(),
                 f"forward   {self.forward}",
                 f"          predicted: {times[0]}",
                 f"backward  {self.backward}",
@@ -103,6 +108,16 @@ class PlanExplanation:
             return f"{size} ranks, {rows} each"
         words = f"{size} groups of {self.head_ranks} ranks that share heads, {rows} a group"
         return f"{words} (below, a rank is a group, and a row is of a rank's heads)"
+
+    def _exchange_in_words(self) -> list[str]:
+        if self.head_ranks == 1:
+            return []
+        seconds = f"{self.exchange_seconds * 1e3:.3f} ms a pass, in what is predicted below"
+        if not self.exchange_seconds:
+            seconds = (
+                "which the cost model leaves out, because it does not say how many heads there are"
+            )
+        return [f"heads     q, k, v and out are exchanged in a group: {seconds}"]
 
     def _hosts_in_words(self) -> list[str]:
         if self.hosts is None:
@@ -123,7 +138,9 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
     """Explains `plan` for all ranks, by the rates `cost` of all heads. Raises TypeError if `cost` is no CostModel."""
     if not isinstance(cost, CostModel):
         raise TypeError(f"`cost` must be a CostModel or None, got {type(cost).__name__}")
-    where, cost = plan.dispatch, cost.of_share(plan.head_ranks)
+    where, share = plan.dispatch, plan.head_ranks
+    exchange = cost.exchange_seconds(where.seqlen_local / share, share)
+    cost = cost.of_share(share)
     host = None if plan.hosts is None else torch.tensor(plan.hosts, device="cpu")
     loads = StageLoads.of(RankRows.of(plan.moving), host)
     ways = [loads.relayed or loads if is_relayed else loads for is_relayed in plan.relayed]
@@ -134,6 +151,7 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
     else:
         forward = forward_seconds(ways[0], degrees[0], cost)
     backward = backward_seconds(ways[1], degrees[1], cost)
+    forward, backward = forward + exchange, backward + exchange
     ideal = loads.area.double().mean().item() * cost.seconds_per_area
     of_ranks = (loads.area, loads.local_area, loads.recv_rows, loads.send_rows)
     area, local, received, sent = (tuple(x.tolist()) for x in of_ranks)
@@ -161,8 +179,22 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         backward_seconds=backward,
         forward_efficiency=ideal / forward if ideal else 1.0,
         backward_efficiency=ideal * cost.backward_area_factor / backward if ideal else 1.0,
-        head_ranks=plan.head_ranks,
+        head_ranks=share,
+        exchange_seconds=exchange,
     )
+
+
+#: Of plans that are kept: the rates, and the seconds of a forward and a backward pass by these.
+_predicted: WeakKeyDictionary[RankPlan, tuple[CostModel, float]] = WeakKeyDictionary()
+
+
+def predicted_seconds(plan: RankPlan, cost: CostModel) -> float:
+    """A forward and a backward pass of the slowest rank, by the rates of all heads; the same on all ranks."""
+    found = _predicted.get(plan)
+    if found is None or found[0] != cost:
+        told = explain_plan(plan, cost)
+        found = _predicted[plan] = cost, told.forward_seconds + told.backward_seconds
+    return found[1]
 
 
 def _degree_of(stages: list[Stage]) -> int:

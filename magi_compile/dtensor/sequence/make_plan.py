@@ -3,6 +3,7 @@ keys and ranks."""
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,12 @@ from magi_compile._warnings import warn_once
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.cover import ONE_ENTRY, Cover, Entries
-from magi_compile.dtensor.planning.hosts import hosts_of, launched_hosts, launched_ranks
+from magi_compile.dtensor.planning.hosts import (
+    hosts_of,
+    launched_hosts,
+    launched_ranks,
+    neighbours_on_hosts,
+)
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import (
     Ahead,
@@ -30,7 +36,11 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_together,
     planner,
 )
-from magi_compile.dtensor.sequence.explain import PlanExplanation, explain_plan
+from magi_compile.dtensor.sequence.explain import (
+    PlanExplanation,
+    explain_plan,
+    predicted_seconds,
+)
 from magi_compile.dtensor.sequence.sequence_plan import SequencePlan
 from magi_compile.dtensor.sequence.spread_mask import SpreadMask
 from magi_compile.dtensor.sequence.spread_tokens import SpreadTokens
@@ -54,6 +64,9 @@ Mask: TypeAlias = Union["BlockMask", AttnSlices, MaskMod, None]
 Lengths: TypeAlias = int | tuple[int, int] | None
 
 DEFAULTS = ContextParallelOptions()
+
+#: By how much faster passes must be predicted where ranks share heads, before they do so unasked.
+SHARE_GAIN = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,8 +253,8 @@ def plan(
         MaskDataError: the mask_mod looks up what a captured tensor does not have, or block lists contradict it.
     """
     rest = {"masks": masks, "weights": weights, "seqlen": seqlen, "options": options}
-    where = _Where.of(mesh, options, ranks, keys)
-    return _planned(mask, where, permutation=permutation, keys=keys, **rest)()
+    choices = _Where.choices(mesh, options, ranks, permutation, keys)
+    return _planned(mask, choices, permutation=permutation, keys=keys, **rest)()
 
 
 class RankGroups(NamedTuple):
@@ -255,31 +268,75 @@ class RankGroups(NamedTuple):
 
 
 class _Where(NamedTuple):
-    """The groups of ranks and their device in this process; without a group how many there are, and which one this
-    is."""
+    """The ranks of a plan, of which each is so many that share heads."""
 
-    groups: RankGroups | None
+    tokens: dist.ProcessGroup | None  # all; None in a process that has no group of them
     device: torch.device
-    size: int
-    rank: int
-    in_job: Sequence[int]  # the numbers that ranks have there
+    size: int  # of ranks of the plan
+    rank: int  # this one of these
+    in_job: Sequence[
+        int
+    ]  # the numbers that they have there, of those that share heads the first one's
+    share: int
 
     @staticmethod
-    def of(mesh: Any, options: Any, ranks: Any = None, keys: Any = None) -> _Where:
-        """As the arguments of `plan` say. Of this thread: another one has another current device."""
-        head_ranks = options.head_ranks if isinstance(options, ContextParallelOptions) else 1
+    def choices(
+        mesh: Any, options: Any, ranks: Any = None, permutation: Any = None, keys: Any = None
+    ) -> list[_Where]:
+        """As the arguments of `plan` say; several where the cost model is to choose. Of this thread: another one has
+        another current device."""
+        if not isinstance(options, ContextParallelOptions):
+            return [_Where.of(mesh, ranks, keys, 1)]
+        share, tokens = options.head_ranks, keys if permutation is None else permutation
+        if tokens is not None and share is None:  # a group has the same tokens
+            share = tokens.head_ranks if isinstance(tokens, SequencePlan) else 1
+        found = [_Where.of(mesh, ranks, keys, share or 1)]
+        if share is None and (most := _share_of_hosts(options, found[0])) > 1:
+            found.append(_Where.of(mesh, ranks, keys, most))
+            if found[0].tokens is not None:
+                # Now, and not once they are chosen: ranks whose masks differ would wait for each other.
+                groups_of(found[0].tokens, most)
+        return found
+
+    @staticmethod
+    def of(mesh: Any, ranks: Any, keys: Any, share: int) -> _Where:
+        """Where so many ranks share heads."""
+        tokens = None
         if ranks is not None:
             for name, x in (("mesh", mesh), ("keys", keys)):
                 if x is not None:
                     raise ValueError(f"`{name}` must be None where `ranks` is given, got {x!r}")
-            size, rank = _ranks_of(ranks)
-            _check_divides(size, head_ranks)
-            first, cpu = range(0, size, head_ranks), torch.device("cpu")
-            return _Where(None, cpu, size // head_ranks, rank // head_ranks, first)
-        groups = groups_of(mesh, head_ranks)
-        group = groups.attention
-        in_job = dist.get_process_group_ranks(groups.tokens)[::head_ranks]
-        return _Where(groups, _device_of(mesh), group.size(), group.rank(), in_job)
+            device, (size, rank) = torch.device("cpu"), _ranks_of(ranks)
+            in_job: Sequence[int] = range(size)
+        else:
+            tokens, device = group_of(mesh), _device_of(mesh)
+            size, rank = tokens.size(), tokens.rank()
+            in_job = dist.get_process_group_ranks(tokens)
+        _check_divides(size, share)
+        return _Where(tokens, device, size // share, rank // share, in_job[::share], share)
+
+    def options(self, options: Any) -> Any:
+        """The options for these ranks, hosts among them."""
+        if not isinstance(options, ContextParallelOptions):
+            return options
+        hosts: Any = options.hosts
+        if hosts is None:
+            hosts = launched_hosts(self.in_job)
+        elif self.share > 1:
+            # Those of ranks, of which a plan has one for each group that shares heads.
+            of_ranks = hosts_of(hosts, self.size * self.share)
+            hosts = self.size if of_ranks is None else of_ranks[:: self.share]
+        return replace(options, hosts=hosts, head_ranks=self.share)
+
+
+def _share_of_hosts(options: ContextParallelOptions, where: _Where) -> int:
+    """How many ranks may share heads unasked: those of a host, as far as they divide the heads of the cost model and
+    the chunks that were asked for."""
+    if options.cost.heads is None or list(where.in_job) != sorted(where.in_job):
+        return 1
+    hosts = hosts_of(where.options(options).hosts, where.size)
+    share = math.gcd(neighbours_on_hosts(hosts), options.cost.heads[0])
+    return share if options.chunk_size is None or options.chunk_size % share == 0 else 1
 
 
 def _ranks_of(given: Any) -> tuple[int, int]:
@@ -300,7 +357,7 @@ def _ranks_of(given: Any) -> tuple[int, int]:
 @_compat.outside_of_modes()
 def _planned(
     mask: Any,
-    where: _Where,
+    choices: Sequence[_Where],
     *,
     masks: Any = None,
     weights: Any = None,
@@ -310,20 +367,16 @@ def _planned(
     keys: Any = None,
 ) -> Callable[[], Any]:
     """Does what `plan` does on the host, and returns the function that does the rest, on the device."""
-    groups, device, size, rank, in_job = where
-    share = options.head_ranks if isinstance(options, ContextParallelOptions) else 1
-    if isinstance(options, ContextParallelOptions) and options.hosts is not None:
-        if share > 1:
-            # Those of ranks, of which a plan has one for each group that shares heads.
-            of_ranks = hosts_of(options.hosts, size * share)
-            options = replace(options, hosts=size if of_ranks is None else of_ranks[::share])
-    elif isinstance(options, ContextParallelOptions):
-        if options.hierarchical and not launched_ranks():
-            warn_once(
-                "`hierarchical=True` changes nothing: torchrun does not say which ranks share a host, so all are taken "
-                "to share one; give `hosts`"
-            )
-        options = replace(options, hosts=launched_hosts(in_job))
+    if (
+        isinstance(options, ContextParallelOptions)
+        and options.hierarchical
+        and options.hosts is None
+        and not launched_ranks()
+    ):
+        warn_once(
+            "`hierarchical=True` changes nothing: torchrun does not say which ranks share a host, so all are taken "
+            "to share one; give `hosts`"
+        )
     is_one = masks is None
     if not is_one and mask is not None:
         raise ValueError(
@@ -343,23 +396,29 @@ def _planned(
     listed = [given[name] for name in names]
     counts = None if weights is None else _weights_of(weights, given)
     tokens = [keys] if is_one else _keys_of(keys, given)
+    device = choices[0].device
     for x in tokens:
-        _check_keys(x, groups)
+        _check_keys(x, choices[0].tokens)
     converted = [
         _converted(
             "mask" if is_one else f"masks[{name!r}]", x, _lengths_of(seqlen, of_keys), device
         )
         for name, x, of_keys in zip(names, listed, tokens, strict=True)
     ]
-    planned = plan_rank_together(
-        [x.slices for x in converted],
-        *(size, rank, options),
-        weights=counts,
-        permutation=None if permutation is None else _permutation_of(permutation, size, share),
-        keys=None
-        if keys is None
-        else [None if x is None else x.placement_on(size, share) for x in tokens],
-    )
+
+    def plans_of(where: _Where) -> list[RankPlan]:
+        size, share = where.size, where.share
+        return plan_rank_together(
+            [x.slices for x in converted],
+            *(size, where.rank, where.options(options)),
+            weights=counts,
+            permutation=None if permutation is None else _permutation_of(permutation, size, share),
+            keys=None
+            if keys is None
+            else [None if x is None else x.placement_on(size, share) for x in tokens],
+        )
+
+    where, planned = _fastest(choices, plans_of, options, counts)
     hosts = [
         HostPlan(
             None if isinstance(x.slices, Cover) else x.slices, of_rank, options.cost, x.of_unknown
@@ -370,7 +429,9 @@ def _planned(
     @one_thread()
     @_compat.outside_of_modes()
     def placed() -> Any:
-        made: list[Any] = hosts if groups is None else _placed(hosts, tokens, groups, device)
+        made: list[Any] = hosts
+        if where.tokens is not None:
+            made = _placed(hosts, tokens, groups_of(where.tokens, where.share), device)
         if is_one:
             return made[0]
         if not isinstance(masks, Mapping):
@@ -379,6 +440,28 @@ def _planned(
         return {name: by_name[name] for name in masks}
 
     return placed
+
+
+def _fastest(
+    choices: Sequence[_Where],
+    plans_of: Callable[[_Where], list[RankPlan]],
+    options: ContextParallelOptions,
+    weights: Sequence[int] | None,
+) -> tuple[_Where, list[RankPlan]]:
+    """The ranks whose passes over all masks are predicted to be fastest, and their plans; the same on all ranks. The
+    first ones, unless others gain `SHARE_GAIN`."""
+    found = [(where, plans_of(where)) for where in choices]
+    if len(found) == 1:
+        return found[0]
+    seconds = [
+        sum(
+            weight * predicted_seconds(x, options.cost)
+            for x, weight in zip(plans, weights or [1] * len(plans), strict=True)
+        )
+        for _, plans in found
+    ]
+    fastest = min(range(len(found)), key=seconds.__getitem__)
+    return found[fastest if seconds[fastest] < seconds[0] * (1 - SHARE_GAIN) else 0]
 
 
 def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[Any]:
@@ -399,12 +482,13 @@ def plan_ahead(mask: Mask = None, mesh: Any = None, **arguments: Any) -> Future[
     """
     try:
         options = arguments.get("options", DEFAULTS)
-        where = _Where.of(mesh, options, arguments.pop("ranks", None), arguments.get("keys"))
+        tokens = (arguments.get(name) for name in ("permutation", "keys"))
+        choices = _Where.choices(mesh, options, arguments.pop("ranks", None), *tokens)
     except (TypeError, ValueError) as error:
         failed: Future[Any] = Future()
         failed.set_exception(error)
         return Ahead(failed)
-    return Ahead(planner().submit(_planned, mask, where, **arguments), where.device)
+    return Ahead(planner().submit(_planned, mask, choices, **arguments), choices[0].device)
 
 
 def _placed(
@@ -483,14 +567,14 @@ def _keys_of(keys: Any, masks: Any) -> list[SpreadTokens | None]:
     return [keys.get(name) for name in masks]
 
 
-def _check_keys(keys: Any, groups: RankGroups | None) -> None:
-    if keys is None or groups is None:  # without a group there are none
+def _check_keys(keys: Any, group: dist.ProcessGroup | None) -> None:
+    if keys is None or group is None:  # without a group there are none
         return
     if not isinstance(keys, SpreadTokens):
         raise TypeError(
             f"`keys` must be the SequencePlan whose tokens the keys are, got {type(keys).__name__}"
         )
-    name = groups.tokens.group_name
+    name = group.group_name
     if keys.group_name != name:
         raise ValueError(
             f"`keys` must be spread over the ranks of `mesh`, group {name!r}, got {keys.group_name!r}"

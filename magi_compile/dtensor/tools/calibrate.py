@@ -115,6 +115,7 @@ def calibrate(
         backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms),
         other_host_factor=other_host / row if any(far) and row else DEFAULT_COST.other_host_factor,
         starts_early=isinstance(kernel, EarlyKernel),
+        heads=(nheads_q, nheads_kv),
     )
 
 
