@@ -32,6 +32,8 @@ CONTENDERS: dict[str, str] = {
     "cudnn-blocks": "cudnn_blocks:CudnnBlocks",
     "vsa": "vsa:Vsa",
     "vsa-triton": "vsa:VsaTriton",
+    "flashinfer": "flashinfer:FlashInfer",
+    "flashinfer-cake": "flashinfer:FlashInferCake",
 }
 
 

@@ -20,22 +20,28 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Layout(Enum):
-    """The layout in which a contender takes `[tokens, heads, head_dim]`. Always views: nobody pays for a copy."""
+    """The layout in which a contender takes `[tokens, heads, head_dim]`: views, and for HEADS a copy, made before the
+    time is taken. Nobody pays for a copy."""
 
     PACKED = "thd"
     BATCHED = "bthd"
     HEADS_FIRST = "bhtd"
+    HEADS = "htd"  # contiguous
 
     def of(self, x: Tensor) -> Tensor:
         """Packed `x` in this layout."""
         if self is Layout.PACKED:
             return x
+        if self is Layout.HEADS:
+            return x.transpose(0, 1).contiguous()
         return x[None] if self is Layout.BATCHED else x.transpose(0, 1)[None]
 
     def to_packed(self, x: Tensor) -> Tensor:
         """The inverse of `of`."""
         if self is Layout.PACKED:
             return x
+        if self is Layout.HEADS:
+            return x.transpose(0, 1)
         return x[0] if self is Layout.BATCHED else x[0].transpose(0, 1)
 
 

@@ -143,6 +143,21 @@ def test_refusals():
         "takes uniform blocks of 64 or 128, visible as a whole",
         "its backward has no grouped heads",
     ]
+    assert against("flashinfer", sparse, "cuda") == []
+    assert against("flashinfer-cake", sparse, "cuda") == [
+        "takes uniform blocks of 64, visible as a whole"
+    ]
+    many = Case("sparse", "uniform_blocks", 8192, 6, 2, 64, block=64, density=0.5)
+    assert against("flashinfer-cake", many, "cuda") == [
+        "takes head_dim 128, not 64",
+        "takes groups of 1, 2, 4 or 8 heads, not 3",
+    ]
+    dense = Case("sparse", "uniform_blocks", 8192, 4, 2, 128, block=64, density=0.6)
+    assert against("flashinfer-cake", dense, "cuda") == [
+        "takes 1 to 64 blocks of keys for a block of queries, not 77 to 77"
+    ]
+    causal = Case("sparse", "causal_blocks", 256, 4, 2, 128, block=64, density=0.5)
+    assert against("flashinfer", causal, "cuda") == ["takes blocks that are visible as a whole"]
 
 
 def listed_attention(q, k, v, lists):
@@ -232,9 +247,11 @@ def test_import_error_is_one_line():
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_layouts_are_views(layout):
+def test_layouts(layout):
     x = torch.randn(6, 2, 3)
-    assert layout.of(x).data_ptr() == x.data_ptr()
+    is_copy = layout is Layout.HEADS
+    assert (layout.of(x).data_ptr() == x.data_ptr()) != is_copy
+    assert layout.of(x).is_contiguous() or not is_copy
     assert torch.equal(layout.to_packed(layout.of(x)), x)
 
 
