@@ -149,6 +149,9 @@ class MagiAttention(Module):
         chunk_size: int | None = None
         """Tokens that stay together under context parallelism; None chooses by the masks."""
 
+        head_ranks: int = 1
+        """How many neighbouring ranks share heads under context parallelism."""
+
         weights: dict[str, int] | None = None
         """How many layers have each mask of a model with several, by name; None stands for equally many."""
 
@@ -250,6 +253,7 @@ def magi(
     cfg: FlexAttention.Config,
     *,
     chunk_size: int | None = None,
+    head_ranks: int = 1,
     weights: dict[str, int] | None = None,
     slice_capacity: int | None = None,
 ) -> MagiAttention.Config:
@@ -258,6 +262,8 @@ def magi(
     Args:
         cfg: the attention of a layer.
         chunk_size: tokens that stay together under context parallelism; None chooses by the masks.
+        head_ranks: how many neighbouring ranks share heads under context parallelism, as in `ContextParallelOptions`;
+            a divisor of the ranks and of the query heads that tensor parallelism leaves a rank.
         weights: how many layers have each mask of a model with several, by name, for their balance under context
             parallelism; None stands for equally many.
         slice_capacity: how many slices a mask may have for each batch entry; None stands for one for every 16 tokens,
@@ -271,6 +277,7 @@ def magi(
         cfg,
         MagiAttention.Config,
         chunk_size=chunk_size,
+        head_ranks=head_ranks,
         weights=weights,
         slice_capacity=slice_capacity,
         sharding_config=_without_gather(cfg.sharding_config),
@@ -558,6 +565,8 @@ def _plans_of(
         masks=whole,
         weights=config.weights,
         mesh=cp_mesh,
-        options=ContextParallelOptions(chunk_size=config.chunk_size),
+        options=ContextParallelOptions(
+            chunk_size=config.chunk_size, head_ranks=config.head_ranks
+        ),
         permutation=torch.arange(total, device="cpu") if load_balancer is None else None,
     )

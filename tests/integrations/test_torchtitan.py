@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 FEW = "steps=3"
 SINKS = "gpt_oss layers=2 bf16 steps=2"
 WEIGHTS = '{"weights":{"basic_mask":1,"sliding_window_mask":1}}'
+HEADS = 'llama3 cp=2 options={"head_ranks":2}'
 SPREAD = f"gpt_oss cp=2 compile options={WEIGHTS}"
 RUNS = [
     "llama3 dense",
@@ -44,6 +45,8 @@ RUNS = [
     "llama3 cp=2 compile",
     f"llama3 {FEW}",
     f"llama3 cp=2 balancer=None {FEW}",
+    f"{HEADS} {FEW}",
+    f"{HEADS} compile {FEW}",
     f"llama3 dp=2 {FEW}",
     f"llama3 tp=2 {FEW}",
     f"llama3 pp=2 {FEW}",
@@ -141,6 +144,11 @@ class TestTraining:
     def test_other_parallelism(self, records, axis):
         ours, right = losses(records, f"llama3 {axis} {FEW}"), losses(records, f"llama3 {FEW}")
         assert ours == pytest.approx(right, abs=1e-4)
+
+    @pytest.mark.parametrize("name", [f"{HEADS} {FEW}", f"{HEADS} compile {FEW}"])
+    def test_ranks_that_share_heads(self, records, name):
+        right = losses(records, f"llama3 {FEW}")
+        assert losses(records, name) == pytest.approx(right, abs=1e-4)
 
     @pytest.mark.parametrize("model", ["gpt_oss", "gpt_oss_varlen", SPREAD])
     def test_windows_and_sinks(self, records, model):
@@ -296,7 +304,7 @@ def test_checkpointing_saves_attention():
 
 def test_unknown_options():
     with pytest.raises(
-        TypeError, match=r"no other options than chunk_size, weights, .*got chunks=4"
+        TypeError, match=r"no other options than chunk_size, head_ranks, .*got chunks=4"
     ):
         door.use_magi(recipe(spec_of()), chunks=4)
 
