@@ -407,6 +407,7 @@ def _with_our_outputs(theirs: Callable[..., set[Any]]) -> Callable[..., set[Any]
         ops.plan_lists.default,
         ops.ffa_fwd.default,
         ops.cp_ffa_fwd.default,
+        ops.cp_exchange_heads.default,
     }
 
     @wraps(theirs)
@@ -565,8 +566,6 @@ def _plans_of(
         masks=whole,
         weights=config.weights,
         mesh=cp_mesh,
-        options=ContextParallelOptions(
-            chunk_size=config.chunk_size, head_ranks=config.head_ranks
-        ),
+        options=ContextParallelOptions(chunk_size=config.chunk_size, head_ranks=config.head_ranks),
         permutation=torch.arange(total, device="cpu") if load_balancer is None else None,
     )
