@@ -356,6 +356,7 @@ def test_the_cost_model_chooses():
     assert shared(whole, size, cost=CostModel.of_heads(12, 12)) == {4}
     assert shared(whole, size, cost=CostModel.of_heads(9, 9)) == {1}
     assert shared(whole, size, chunk_size=257) == {1}  # a rank could not hold a part of a chunk
+    assert shared(whole, size, chunk_size=260) == {4}
     assert shared(whole, size, chunk_size=256) == {8}
     assert shared(whole, size, head_ranks=1) == {1}
     assert shared(whole, size, head_ranks=4) == {4}
@@ -427,6 +428,56 @@ def test_plans_that_choose(ranks_of):
         assert numbers == (2, 2, 2, 2, 2, 2, 1, 2)
 
 
+def run_plans_of_given_tokens(group):
+    """Those of several masks stay in the groups that all given plans have, and nobody in groups for which its heads are
+    too few."""
+    mesh, found = mesh_of(group), []
+    whole, cross = AttnSlices.full(S), AttnSlices.full(40, S)
+    p, flat = (plan(whole, mesh, options=replace(CHOOSES, head_ranks=x)) for x in (None, 1))
+    odd = replace(CHOOSES, cost=replace(SLOW, heads=(3, 3)))
+    unknown = replace(CHOOSES, cost=replace(SLOW, heads=None))
+    masks = {"own": AttnSlices.causal(40), "cross": cross}
+    found += [
+        x.head_ranks
+        for x in plan(masks=masks, mesh=mesh, keys={"cross": p}, options=CHOOSES).values()
+    ]
+    for keys in ([p, p], [None, p], [flat, p], [flat, flat]):
+        made = plan(masks=[cross, cross], mesh=mesh, keys=keys, options=CHOOSES)
+        found.append(made[0].head_ranks)
+    for options in (odd, unknown):
+        found.append(plan(whole, mesh, permutation=p, options=options).head_ranks)
+        found.append(plan(cross, mesh, keys=p, options=options).head_ranks)
+    return p.head_ranks, found
+
+
+def test_plans_of_given_tokens(ranks_of):
+    for number, found in ranks_of(4).run(run_plans_of_given_tokens):
+        assert (number, found) == (2, [2, 2, 2, 2, 1, 1, 1, 1, 1, 1])
+
+
+def run_other_options(group):
+    """A rank that may not choose, or wants other groups, is an error of all before anybody waits for a group."""
+    mesh, slices = mesh_of(group), AttnSlices.causal(S)
+    is_odd = mesh.get_local_rank() == 2
+    others = [{"hosts": 1}, {"head_ranks": 1}, {"cost": replace(SLOW, heads=None)}]
+    options = [replace(CHOOSES, **x) if is_odd else CHOOSES for x in others]
+    options.append(replace(CHOOSES, head_ranks=4 if is_odd else 2))
+
+    def attend(options):
+        p = plan(slices, mesh, options=options)
+        x = torch.randn(1, HEADS, p.seqlen_local, D)
+        return p.head_ranks, p.attention(x, x, x).shape == x.shape
+
+    for of_rank in options:
+        with pytest.raises(ValueError, match="give every rank the same mask and the same Context"):
+            attend(of_rank)
+    return attend(CHOOSES)
+
+
+def test_options_that_differ(ranks_of):
+    assert ranks_of(4).run(run_other_options) == [(2, True)] * 4
+
+
 def test_an_exchange_is_predicted():
     slices = AttnSlices.causal(1 << 17)
     cost = CostModel.of_heads()
@@ -443,9 +494,9 @@ def test_an_exchange_is_predicted():
     assert more == pytest.approx(CostModel.of_heads(64, 8).exchange_seconds(1000, 8))
 
 
-@pytest.mark.parametrize("heads", [(8,), (8, 3), (0, 1), [8, 8]])
+@pytest.mark.parametrize("heads", [(8,), (8, 3), (0, 1), (8.0, 2.0), [8, 8], 8])
 def test_heads_of_a_cost_model(heads):
-    with pytest.raises((TypeError, ValueError), match="heads"):
+    with pytest.raises((TypeError, ValueError), match=r"^`heads` must be"):
         CostModel(1e-12, 1e-9, heads=heads)
 
 

@@ -31,7 +31,8 @@ class CostModel:
             rows are one thread block's work; few times as many cannot be dealt evenly. 0 where that is no matter.
         other_host_factor: receiving a row from another host over receiving one of the same host, for several hosts.
         starts_early: whether the forward kernel is an `EarlyKernel`, which hides a cast without another stage.
-        heads: query and key-value heads of these rates. None where nobody said: no ranks share heads unasked then.
+        heads: query and key-value heads of these rates, as many as a call has on a rank. None where nobody said: no
+            ranks share heads unasked then.
     """
 
     seconds_per_area: float
@@ -77,7 +78,13 @@ class CostModel:
                 raise TypeError(
                     f"`heads` must be a pair (nheads_q, nheads_kv) or None, got {self.heads!r}"
                 )
-            check_heads(*self.heads)
+            for number in self.heads:
+                check_count("heads", number, 1)
+            if self.heads[0] % self.heads[1]:
+                raise ValueError(
+                    "`heads` must be (nheads_q, nheads_kv), of which the second divides the first, got "
+                    f"{self.heads}"
+                )
         for rate in fields(self):
             if rate.name in ("starts_early", "heads"):
                 continue

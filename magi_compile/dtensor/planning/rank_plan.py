@@ -69,7 +69,7 @@ class ContextParallelOptions:
         backward_degree: the same for the backward pass.
         early: whether a forward pass with degree 0 may begin before remote keys arrive, where the kernel can and `cost`
             says that it pays.
-        cost: the rates of computation and communication, of all heads.
+        cost: the rates of computation and communication, of all heads that a call has on a rank.
         hosts: which ranks reach each other by fast links: the host of each rank, (0, 0, 1, 1), or how many neighbours
             share one. None: `plan` takes what torchrun says, `plan_rank` takes all to be on one. Where ranks share
             heads, those of all ranks for `plan`, and of groups for `plan_rank`.

@@ -157,6 +157,15 @@ def require_agreement(
             calls.known.popitem(last=False)
 
 
+def require_equal_groups(head_ranks: int, group: dist.ProcessGroup) -> None:
+    """All ranks of `group` call it together before they make groups of so many ranks, of which they would wait for each
+    other. As `require_agreement`, also if others call an attention meanwhile."""
+    numbers = [_number_of(f"groups of {head_ranks}"), group.size()]
+    call = Agreement._make([*numbers, *[0] * (len(Agreement._fields) - len(numbers))])
+    cpu = torch.device("cpu")
+    require_agreement(call, group.rank(), group, group.group_name, cpu)
+
+
 def checksum_of(*tensors: Tensor) -> int:
     """A number that integer tensors of other values, or in another order, do not share. Waits for their devices."""
     total = 0

@@ -36,6 +36,7 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_together,
     planner,
 )
+from magi_compile.dtensor.ranks.agreement import require_equal_groups
 from magi_compile.dtensor.sequence.explain import (
     PlanExplanation,
     explain_plan,
@@ -288,8 +289,8 @@ class _Where(NamedTuple):
         if not isinstance(options, ContextParallelOptions):
             return [_Where.of(mesh, ranks, keys, 1)]
         share, tokens = options.head_ranks, keys if permutation is None else permutation
-        if tokens is not None and share is None:  # a group has the same tokens
-            share = tokens.head_ranks if isinstance(tokens, SequencePlan) else 1
+        if tokens is not None and share is None:
+            share = _share_of_tokens(tokens, options.cost.heads)
         found = [_Where.of(mesh, ranks, keys, share or 1)]
         if share is None and (most := _share_of_hosts(options, found[0])) > 1:
             found.append(_Where.of(mesh, ranks, keys, most))
@@ -329,14 +330,25 @@ class _Where(NamedTuple):
         return replace(options, hosts=hosts, head_ranks=self.share)
 
 
+def _share_of_tokens(tokens: Any, heads: tuple[int, int] | None) -> int:
+    """How many ranks share heads unasked where tokens lie as in plans that are given: as many as in these, if they are
+    as many in all and divide the heads."""
+    if isinstance(tokens, Mapping):
+        tokens = tokens.values()
+    elif not isinstance(tokens, (list, tuple)):
+        tokens = [tokens]
+    shares = {x.head_ranks for x in tokens if isinstance(x, SequencePlan)}
+    share = shares.pop() if len(shares) == 1 else 1
+    return share if heads is not None and heads[0] % share == 0 else 1
+
+
 def _share_of_hosts(options: ContextParallelOptions, where: _Where) -> int:
-    """How many ranks may share heads unasked: those of a host, as far as they divide the heads of the cost model and
-    the chunks that were asked for."""
+    """How many ranks may share heads unasked: the most that divide the ranks of a host, the heads of the cost model and
+    chunks of a given size."""
     if options.cost.heads is None or list(where.in_job) != sorted(where.in_job):
         return 1
     hosts = hosts_of(where.options(options).hosts, where.size)
-    share = math.gcd(neighbours_on_hosts(hosts), options.cost.heads[0])
-    return share if options.chunk_size is None or options.chunk_size % share == 0 else 1
+    return math.gcd(neighbours_on_hosts(hosts), options.cost.heads[0], options.chunk_size or 0)
 
 
 def _ranks_of(given: Any) -> tuple[int, int]:
@@ -686,6 +698,7 @@ def groups_of(mesh: Any, head_ranks: int = 1) -> RankGroups:
             raise ValueError(
                 f"`mesh` must have its ranks in ascending order where they share heads (`head_ranks`), got {ranks}"
             )
+        require_equal_groups(head_ranks, group)
         first, place = rank - rank % head_ranks, rank % head_ranks
         parts = (ranks[first : first + head_ranks], ranks[place::head_ranks])
         options: dict[str, Any] = {

@@ -361,7 +361,7 @@ class SequencePlan(SpreadTokens):
         if nheads_q % number:
             raise ValueError(
                 f"`q` must have heads that the {number} ranks which share them divide (`head_ranks` of "
-                f"ContextParallelOptions), got {nheads_q}"
+                f"ContextParallelOptions, or the heads that its `cost` says), got {nheads_q}"
             )
         group, heads = nheads_q // nheads_kv, nheads_q // number
         read = [x for i in range(number) for x in heads_that_are_read(i * heads, heads, group)]
