@@ -29,6 +29,7 @@ from magi_compile._compat.distributed import (
     default_group_name,
     indices_of_load_balancer,
     load_balancer_of_torch,
+    number_of_groups,
     own_store_of,
     resolve_process_group,
     store_of,

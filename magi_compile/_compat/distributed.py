@@ -30,6 +30,11 @@ def store_of(group: Any) -> Any:
     return torch.distributed.distributed_c10d._get_process_group_store(group)
 
 
+def number_of_groups() -> int:
+    """The process groups that this rank has; PyTorch names by it those that their members alone make."""
+    return len(torch.distributed.distributed_c10d._world.pg_names)
+
+
 def own_store_of(group: Any) -> Any:
     """`store_of` with a connection of its own, if PyTorch can make one: calls of other threads do not hold it up."""
     store = store_of(group)

@@ -478,6 +478,23 @@ def test_options_that_differ(ranks_of):
     assert ranks_of(4).run(run_other_options) == [(2, True)] * 4
 
 
+def run_other_numbers_of_groups(group):
+    """PyTorch would wait for ever."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
+    everyone = dist.new_group([0, 1, 2, 3])
+    slices, has_more = AttnSlices.causal(S), mesh.get_local_rank("dp") == 1
+    plan(slices, mesh["cp"], options=TWO if has_more else replace(TWO, head_ranks=1))
+    with pytest.raises(ValueError, match=r"equally many process groups .* rank 2 has") as raised:
+        plan(slices, everyone, options=TWO)
+    plan(slices, mesh["cp"], options=TWO)
+    return str(raised.value), plan(slices, everyone, options=TWO).head_ranks
+
+
+def test_ranks_with_other_numbers_of_groups(ranks_of):
+    ((_, number),) = {*ranks_of(4).run(run_other_numbers_of_groups)}
+    assert number == 2
+
+
 def test_an_exchange_is_predicted():
     slices = AttnSlices.causal(1 << 17)
     cost = CostModel.of_heads()

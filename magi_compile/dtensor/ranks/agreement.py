@@ -93,7 +93,7 @@ class _Said(NamedTuple):
     call: Agreement
 
 
-_CHECKSUM = struct.Struct("<q")
+_NUMBER = struct.Struct("<q")
 _FORMAT = struct.Struct(f"<4q{len(Agreement._fields) - 2}q2d")
 
 
@@ -158,12 +158,21 @@ def require_agreement(
 
 
 def require_equal_groups(head_ranks: int, group: dist.ProcessGroup) -> None:
-    """All ranks of `group` call it together before they make groups of so many ranks, of which they would wait for each
-    other. As `require_agreement`, also if others call an attention meanwhile."""
+    """All ranks of `group` call it together before they make groups of so many ranks, in which they would wait for each
+    other. As `require_agreement`, also if others call an attention meanwhile; and ValueError if ranks have made
+    unequally many groups before."""
     numbers = [_number_of(f"groups of {head_ranks}"), group.size()]
     call = Agreement._make([*numbers, *[0] * (len(Agreement._fields) - len(numbers))])
     cpu = torch.device("cpu")
     require_agreement(call, group.rank(), group, group.group_name, cpu)
+    have, words = _compat.number_of_groups(), ("make groups that share heads", "")
+    every = _numbers_of_ranks(have, group, *words)
+    if different := [rank for rank, x in enumerate(every) if x != every[0]]:
+        raise ValueError(
+            "all ranks of `mesh` must have made equally many process groups before some share heads (`head_ranks`), by "
+            f"which PyTorch names new ones, but rank {different[0]} has {every[different[0]]} and rank 0 has "
+            f"{every[0]}; give the ranks of the whole job the same ContextParallelOptions"
+        )
 
 
 def checksum_of(*tensors: Tensor) -> int:
@@ -186,15 +195,20 @@ def require_equal_tokens(checksum: int, group: dist.ProcessGroup) -> None:
     Raises ValueError, on every rank, if the ranks have different tokens, and RuntimeError if other ranks do not call
     it.
     """
-    calls = _calls.setdefault(group, _Calls())
     words = ("take a batch", ", which does something else")
-    arrived = _between_hosts(bytearray(_CHECKSUM.pack(checksum)), calls, group, *words)
-    every = [_CHECKSUM.unpack(x)[0] for x in arrived]
+    every = _numbers_of_ranks(checksum, group, *words)
     if different := [rank for rank, x in enumerate(every) if x != every[0]]:
         raise ValueError(
             f"every rank of `group` must have the same tokens, but those of ranks {different} differ from those of "
             "rank 0; give all ranks of a group the same batches"
         )
+
+
+def _numbers_of_ranks(number: int, group: dist.ProcessGroup, must: str, silent: str) -> list[int]:
+    """The numbers of all ranks; the rest as in `_between_hosts`."""
+    calls = _calls.setdefault(group, _Calls())
+    arrived = _between_hosts(bytearray(_NUMBER.pack(number)), calls, group, must, silent)
+    return [_NUMBER.unpack(x)[0] for x in arrived]
 
 
 def _exchange(
