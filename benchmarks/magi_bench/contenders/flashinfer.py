@@ -8,10 +8,9 @@ from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.workloads.workload import Inputs, Workload
 
 WORKSPACE_BYTES = 128 * 2**20
-BLOCK, MOST_BLOCKS = (
-    64,
-    64,
-)  # of `cake`: tokens of a block, and blocks that a block of queries may see
+# Of `cake`.
+BLOCK = 64  # tokens
+MOST_BLOCKS = 64  # of keys, for a block of queries
 
 
 class FlashInfer(Kernel):

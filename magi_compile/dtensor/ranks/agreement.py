@@ -169,9 +169,9 @@ def require_equal_groups(head_ranks: int, group: dist.ProcessGroup) -> None:
     every = _numbers_of_ranks(have, group, *words)
     if different := [rank for rank, x in enumerate(every) if x != every[0]]:
         raise ValueError(
-            "all ranks of `mesh` must have made equally many process groups before some share heads (`head_ranks`), by "
-            f"which PyTorch names new ones, but rank {different[0]} has {every[different[0]]} and rank 0 has "
-            f"{every[0]}; give the ranks of the whole job the same ContextParallelOptions"
+            "all ranks of `mesh` must have made equally many process groups before some share heads (`head_ranks`), "
+            f"because PyTorch names a new one by their number, but rank {different[0]} has {every[different[0]]} and "
+            f"rank 0 has {every[0]}; give the ranks of the whole job the same ContextParallelOptions"
         )
 
 

@@ -294,9 +294,10 @@ class _Where(NamedTuple):
         found = [_Where.of(mesh, ranks, keys, share or 1)]
         if share is None and (most := _share_of_hosts(options, found[0])) > 1:
             found.append(_Where.of(mesh, ranks, keys, most))
-            if found[0].tokens is not None:
+        for where in found:
+            if where.tokens is not None:
                 # Now, and not once they are chosen: ranks whose masks differ would wait for each other.
-                groups_of(found[0].tokens, most)
+                groups_of(where.tokens, where.share)
         return found
 
     @staticmethod
